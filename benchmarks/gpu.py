@@ -246,7 +246,7 @@ def _to_files_and_back(folder: Path, device: Device, where: str, count: int, lib
                 raise BenchError("cuFile stored no image: its log (cufile.log) says why")
             cache.load(lease, {0: blocks}, timeout=_GDS_PATIENCE)
         outcome = stack.runtime.wait_load(lease).outcome
-        found = 0 if outcome is None else outcome.chunks
+        found = 0 if outcome is None else outcome.num_chunks
         loaded = time.perf_counter() - begun
         if found != count or not torch.equal(rows, before):
             raise BenchError(f"{found} of {count} images came back by cuFile: its log (cufile.log) says why")

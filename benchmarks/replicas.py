@@ -102,7 +102,7 @@ class Replica:
         self.clock.reach(seconds)
         runtime, hits = self._runtime, 0
         found = self._look(keys)
-        warm = found.chunks
+        warm = found.num_chunks
         if found.probes:
             self._over(found)
             runtime.wait_jobs(found.probes, TIMEOUT)
@@ -113,9 +113,9 @@ class Replica:
             found = self._look(keys)
         if found.lease is not None:
             with runtime.transaction() as cache:
-                cache.load(found.lease, {0: range(found.chunks)})
+                cache.load(found.lease, {0: range(found.num_chunks)})
             outcome = runtime.wait_load(found.lease, TIMEOUT).outcome
-            hits = 0 if outcome is None else outcome.chunks
+            hits = 0 if outcome is None else outcome.num_chunks
         self._over(found)
         self._compare(keys[:hits])
         self.hits["host"] += min(hits, warm)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from longshore.cache import EDGES, State
+from longshore.cache import EDGES, SlotState
 
 pytest.register_assert_rewrite(
     "cache_model",
@@ -25,7 +25,7 @@ pytest.register_assert_rewrite(
     "cache_model_groups",
 )
 
-Edge = tuple[State, State]
+Edge = tuple[SlotState, SlotState]
 
 # Read when torch is loaded, here and by the processes that tests start. Bits are compared: oneMKL must not pick its
 # kernels by the alignment of its inputs. Tiny models run faster on one thread, far faster beside other processes.
@@ -78,7 +78,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """A test has ended: add up what it has counted."""
     if report.when == "teardown":
         for before, after, count in dict(report.user_properties).get(_EDGES_TAKEN, ()):
-            _all_taken[State(before), State(after)] += count
+            _all_taken[SlotState(before), SlotState(after)] += count
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

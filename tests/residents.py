@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from longshore.boundary import Key, Slot
-from longshore.cache import State, TieredCache
+from longshore.cache import SlotState, TieredCache
 from longshore.cache.pool import STATES
 
 
@@ -15,7 +15,7 @@ class Resident(NamedTuple):
     key: Key
     parent: Key | None
     slot: Slot
-    state: State
+    state: SlotState
 
 
 def residents_of(cache: TieredCache) -> list[Resident]:

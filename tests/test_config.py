@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import namedtuple
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,6 @@ from longshore import config as module
 from longshore.cache import WritePolicy
 from longshore.config import Config, available_memory, format_bytes
 from longshore.errors import ConfigError
-from longshore.hints import RequestHints
 
 GIB = 1 << 30
 
@@ -283,15 +284,21 @@ def test_event_file_needs_a_writable_directory(monkeypatch: pytest.MonkeyPatch, 
         Config.make(host_size="1MiB", events_path=tmp_path / "events").check_machine()
 
 
-def test_every_setting_stands_in_the_documentation() -> None:
-    """As its name, its default and its description, in a table."""
+def test_documentation_has_the_reference_of_all_settings() -> None:
+    """In one table for each section, with nothing else in it."""
     text = (Path(__file__).parents[1] / "docs" / "settings.md").read_text()
-    for name, field in Config.model_fields.items():
-        default = getattr(field.default, "value", field.default)
-        default = default.model_dump(exclude_defaults=True) if isinstance(default, RequestHints) else default
-        shown = format_bytes(default).replace(".0 ", " ") if name.endswith("_size") and default else default
-        line = f"| `{name}` | {'' if shown in (None, '', ()) else shown} | {field.description} |"
-        assert line in text, f"expected in docs/settings.md: {line}"
+    assert sorted(each.name for each in Config.reference()) == sorted(Config.model_fields)
+    for section, settings in groupby(Config.reference(), attrgetter("section")):
+        rows = [f"| `{name}` | {values} | {default} | {meaning} |" for name, _, values, default, meaning in settings]
+        head = [f"## {section}", "", "| setting | values | default | meaning |", "|---|---|---|---|"]
+        table = "\n".join([*head, *rows, "", ""])
+        assert table in text, f"expected in docs/settings.md:\n{table}"
+
+
+def test_meanings_of_numbers_name_the_unit() -> None:
+    units = ("bytes", "seconds", "tokens", "blocks", "chunks", "threads", "number of uses", "priority")
+    numbers = [each for each in Config.reference() if each.values.startswith(("a size", "a finite", "a whole number "))]
+    assert [each.name for each in numbers if not any(unit in each.meaning for unit in units)] == []
 
 
 @pytest.mark.parametrize("setting", ["host_size", "file_size", "file_daily_writes", "events_size"])

@@ -33,6 +33,7 @@ WITHOUT_TORCH = (
     "longshore.tiers.arena.pinning",
     "longshore.tiers.file",
     "longshore.tiers.host",
+    "longshore.tiers.mover",
     "longshore.trace",
 )
 

@@ -51,11 +51,11 @@ def test_golden_chain() -> None:
 
 
 def test_golden_scope() -> None:
-    assert SCOPE.root.hex() == GOLDEN_ROOT
+    assert SCOPE.digest.hex() == GOLDEN_ROOT
 
 
 def test_golden_chain_in_a_scope_omits_partial_chunks() -> None:
-    assert hexes(chain(SCOPE.root, range(10), 4)) == GOLDEN_SCOPED
+    assert hexes(chain(SCOPE.digest, range(10), 4)) == GOLDEN_SCOPED
 
 
 def test_the_chain_is_plain_sha256() -> None:
@@ -69,7 +69,7 @@ def test_trap_32_keys_are_the_same_in_another_process(hash_seed: str) -> None:
     script = (
         "from longshore.keys import Scope, chain\n"
         "scope = Scope(model='m', weights='w', dtype='torch.bfloat16', layout='l', block_size=4)\n"
-        "print(*(key.hex() for key in chain(scope.root, range(10), 4)))\n"
+        "print(*(key.hex() for key in chain(scope.digest, range(10), 4)))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], env={**os.environ, "PYTHONHASHSEED": hash_seed}, capture_output=True, check=True
@@ -95,13 +95,13 @@ CHANGES: dict[str, Any] = {
 
 def test_trap_31_every_field_of_the_scope_changes_the_root() -> None:
     assert set(CHANGES) == {field.name for field in fields(Scope)}
-    roots = [SCOPE.root] + [replace(SCOPE, **{name: value}).root for name, value in CHANGES.items()]
+    roots = [SCOPE.digest] + [replace(SCOPE, **{name: value}).digest for name, value in CHANGES.items()]
     assert len(set(roots)) == 1 + len(CHANGES)
 
 
 def test_a_value_does_not_count_for_its_neighbour() -> None:
-    assert replace(SCOPE, lora="a", salt="").root != replace(SCOPE, lora="", salt="a").root
-    assert replace(SCOPE, lora='","salt":"x', salt="").root != replace(SCOPE, lora="", salt="x").root
+    assert replace(SCOPE, lora="a", salt="").digest != replace(SCOPE, lora="", salt="a").digest
+    assert replace(SCOPE, lora='","salt":"x', salt="").digest != replace(SCOPE, lora="", salt="x").digest
 
 
 def test_a_key_depends_on_all_tokens_before_it() -> None:

@@ -223,11 +223,11 @@ class PendingLoad(PendingCopy):
     def wait_all(self) -> bool:
         """Wait for the outcome of the load."""
         outcome = self.tiers.stack.runtime.wait_load(self._lease, self.timeout).outcome
-        return outcome is not None and outcome.chunks == len(self.blocks)
+        return outcome is not None and outcome.num_chunks == len(self.blocks)
 
     def close(self) -> bool:
         """Release the lease."""
         with self.tiers.stack.runtime.transaction() as cache:
             outcome = cache.progress(self._lease).outcome
             cache.release(self._lease)
-        return outcome is not None and outcome.chunks == len(self.blocks)
+        return outcome is not None and outcome.num_chunks == len(self.blocks)

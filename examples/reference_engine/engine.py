@@ -133,7 +133,7 @@ class Engine:
         self._batch = batch
         self._groups = decoder.shape.groups
         scope = scope_of(decoder, pool)
-        self._roots = [replace(scope, group=group.name, block_size=group.block_size).root for group in self._groups]
+        self._roots = [replace(scope, group=group.name, block_size=group.block_size).digest for group in self._groups]
         self._pending: dict[int, PendingCopy] = {}
         self._turns = 0
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import difflib
 import enum
 import ipaddress
+import json
 import os
 import re
 import shutil
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -28,7 +30,8 @@ from pydantic import (
 )
 
 from longshore.boundary import FILE, HOST
-from longshore.cache.settings import HIGHEST_PRIORITY, PrefetchPolicy, WritePolicy
+from longshore.cache.settings import HIGHEST_PRIORITY, PrefetchPolicy
+from longshore.cache.write_policy import WritePolicy
 from longshore.errors import ConfigError
 from longshore.hints import RequestHints
 from longshore.tiers.remote.settings import parse_url
@@ -93,12 +96,17 @@ class Config(BaseModel):
         description="URL template for connections to these replicas: host and port are replaced by those of the "
         "replica, its options (TLS, credentials, timeouts) hold for all",
     )
-    eviction: Literal["gittins", "arc", "lru"] = Field("gittins", description="eviction policy of every tier")
+    eviction: Literal["gittins", "arc", "lru"] = Field(
+        "gittins", description="eviction policy of every tier; gittins learns hit rates"
+    )
     offload: WritePolicy = Field(
-        WritePolicy.THROUGH, description="when blocks are copied from the device to the host tier"
+        WritePolicy.THROUGH,
+        description="when blocks are copied from the device to the host tier: write_through, at once; "
+        "write_through_selective, at their use number `threshold`; write_back, when they are about to be evicted",
     )
     backup: WritePolicy = Field(
-        WritePolicy.BACK, description="when blocks are copied from the host tier to the file tier"
+        WritePolicy.BACK,
+        description="when blocks are copied from the host tier to the file tier; as `offload`",
     )
     admission: bool = Field(
         True,
@@ -117,7 +125,9 @@ class Config(BaseModel):
         "(see `longshore.hints`)",
     )
     prefetch: PrefetchPolicy = Field(
-        PrefetchPolicy.BEST_EFFORT, description="how a request waits for its prefetch, in engines that prefetch"
+        PrefetchPolicy.BEST_EFFORT,
+        description="how a request waits for its prefetch, in engines that prefetch: best_effort, not at all; "
+        "wait_complete, until all has arrived; timeout, for at most `prefetch_timeout`",
     )
     prefetch_timeout: float = Field(
         1.0, gt=0, le=86_400, description="seconds to wait for a prefetch under the policy timeout"
@@ -305,6 +315,15 @@ class Config(BaseModel):
         return self
 
     @classmethod
+    def reference(cls) -> tuple[SettingReference, ...]:
+        """Every setting, as `longshore config` and docs/settings.md list it: in the order of `SECTIONS`."""
+        return tuple(
+            SettingReference(name, section, _allowed(name), _written(name), str(cls.model_fields[name].description))
+            for section, names in SECTIONS.items()
+            for name in names.split()
+        )
+
+    @classmethod
     def make(cls, **settings: Any) -> Config:
         """A configuration from keyword arguments; raises `ConfigError`."""
         try:
@@ -361,6 +380,28 @@ class Config(BaseModel):
             raise ConfigError(
                 f"file_size is {format_bytes(self.file_size)}, but only {format_bytes(free)} is free at {path}"
             )
+
+
+SECTIONS = {
+    "Tiers": "host_size host_numa host_huge_pages host_shared file_path file_size file_mode file_threads remote serve "
+    "peer_networks peer_url",
+    "Writes": "eviction offload backup admission file_daily_writes threshold prompt_only priority_floor max_writes "
+    "write_timeout",
+    "Reads": "load_timeout gate prefill_speed request_hints prefetch prefetch_timeout",
+    "Monitoring": "events_path events_size kv_events kv_events_replay kv_events_topic kv_events_remote control",
+    "Others": "blocks_per_chunk background fixed_weights reset_keep sleep_keep salt calibration",
+}
+"""Names of all settings, by their section in the reference."""
+
+
+class SettingReference(NamedTuple):
+    """One setting, in words: its name, its section, the values allowed, its default, and its meaning with its unit."""
+
+    name: str
+    section: str
+    values: str
+    default: str
+    meaning: str
 
 
 def _check_writable(setting: str, path: Path, directory: Path) -> None:
@@ -442,13 +483,25 @@ def _accepted(key: str, detail: Any) -> str:
         return str(detail["msg"].removeprefix("Value error, "))
     if detail["type"] in ("enum", "literal_error"):
         return f"expected {detail['ctx']['expected']}"
+    return f"expected {_allowed(key)}"
+
+
+def _allowed(key: str) -> str:
+    """The values that a setting may have."""
     field = Config.model_fields[key]
+    kind: Any = field.annotation
+    choices: Sequence[Any] = [each.value for each in kind] if isinstance(kind, type(enum.Enum)) else get_args(kind)
+    if choices and all(isinstance(each, str) for each in choices):
+        return f"{', '.join(choices[:-1])} or {choices[-1]}"
     kinds: dict[object, str] = {
         bool: "true or false",
         int: "a whole number",
         float: "a finite number",
         ByteSize: "a size",
         str: "text",
+        tuple[str, ...]: "a list of texts",
+        RequestHints: "a JSON object",
+        int | Literal["auto", "off"]: "a whole number, auto or off",
     }
     bounds = {
         words: getattr(each, name)
@@ -457,4 +510,18 @@ def _accepted(key: str, detail: Any) -> str:
         if hasattr(each, name)
     }
     limits = " and ".join(f"{words} {limit:,}" for words, limit in bounds.items())
-    return f"expected {kinds.get(field.annotation, 'a path')} {limits}".rstrip()
+    return f"{kinds.get(kind, 'a path')} {limits}".rstrip()
+
+
+def _written(key: str) -> str:
+    """The default of a setting, as a TOML file has it; empty if the setting is unset."""
+    default = Config.model_fields[key].default
+    if isinstance(default, RequestHints):
+        return json.dumps(default.model_dump(exclude_defaults=True))
+    if isinstance(default, bool):
+        return str(default).lower()
+    if isinstance(default, float):
+        return f"{default:g}"
+    if isinstance(default, ByteSize) and default:
+        return format_bytes(default).replace(".0 ", "")
+    return "" if default in {None, "", ()} else str(getattr(default, "value", default))

@@ -10,11 +10,11 @@ A chunk that holds a part of a multimodal item (its tokens are placeholders, the
 where `offset` is the position of the chunk's first token in the item, negative if the item begins later, and `start`
 and `end` are the range of the chunk's tokens that belong to the item. Chunks without items have no suffix.
 
-`root` is the digest of a `Scope`: everything that must be equal for stored bytes to be valid. Two such keys are equal
+`root` is `Scope.digest`, of everything that must be equal for stored bytes to be valid. Two such keys are equal
 only if all tokens up to them, and their scopes, are equal. The format is persistent; tests have golden vectors.
 
 Under vLLM and SGLang, keys are the engine's own hashes of tokens, which contain no scope. There, and here as well, the
-root in each record of a file, and in the namespace of a remote store, keeps apart the bytes of different scopes.
+digest in each record of a file, and in the namespace of a remote store, keeps apart the bytes of different scopes.
 """
 
 from __future__ import annotations
@@ -74,15 +74,15 @@ class Scope:
     hash_algorithm: str = HASH_ALGORITHM
 
     @property
-    def root(self) -> Key:
-        """The parent of every first chunk: 32 bytes."""
+    def digest(self) -> Key:
+        """32 bytes: the key before every first chunk, and the identity of the scope in files and remote stores."""
         canonical = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return hashlib.sha256(b"longshore scope 1\0" + canonical.encode()).digest()
 
     @property
     def self_test_key(self) -> Key:
         """The chunk that a self-test of the tiers writes and reads: 32 bytes, the key of no tokens."""
-        return hashlib.sha256(b"longshore self-test\0" + self.root).digest()
+        return hashlib.sha256(b"longshore self-test\0" + self.digest).digest()
 
 
 class MediaItem(NamedTuple):
@@ -107,7 +107,7 @@ class KeyChain:
     """Keys of a growing sequence of tokens; only complete chunks have a key.
 
     Args:
-        root: 32 bytes, from `Scope.root`.
+        root: 32 bytes, from `Scope.digest`.
         chunk_tokens: Tokens per chunk (`block_size * blocks_per_chunk`).
         items: Multimodal items of the sequence, in order, without overlap. An item may end after the last token known
             so far.

@@ -1,4 +1,4 @@
-"""Prometheus collectors, which read values when they are scraped. `monitoring.metric_names` lists the metrics.
+"""Prometheus collectors, which read values when they are scraped. `monitoring.metric_table` lists the metrics.
 
 Every label value is exported from the start, at zero, so that a tier without hits is visible.
 
@@ -27,9 +27,9 @@ from prometheus_client.samples import Exemplar, Sample
 
 from longshore import __version__
 from longshore.cache import Counters, TierStats
-from longshore.cache.types import Histogram
+from longshore.cache.counters import Histogram
 from longshore.monitoring.endpoint import HealthReport, serve_metrics
-from longshore.monitoring.metric_names import LOOKUP_SECONDS, METRICS, MetricKind
+from longshore.monitoring.metric_table import LOOKUP_SECONDS, METRICS, MetricKind
 from longshore.runtime import EventRecorder, Runtime
 from longshore.runtime.stack import Stack
 from longshore.tiers.arena import ArenaReport

@@ -66,7 +66,7 @@ def test_stored_blocks_are_resident_and_evicted_ones_are_not() -> None:
     for prompt, shared in zip(load.prompts, load.shared, strict=True):
         ours.store(prompt, shared)
     assert ours.cache.stats()[0].ready == 256
-    ours.store(load.fresh(64), last_chance=True)
+    ours.store(load.fresh(64), before_eviction=True)
     assert ours.cache.counters.evictions[HOST] == 64 + 1  # one slot in 256 is freed ahead
     assert (ours.cache.leases, ours.cache.protected, ours.cache.jobs_in_flight) == (0, 0, 0)
 

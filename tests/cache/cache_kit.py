@@ -23,7 +23,7 @@ from longshore.cache import (
     PromptTokens,
     Protection,
     Residency,
-    StoreOrder,
+    ScheduledStore,
     TieredCache,
     TierSpec,
     WritePolicy,
@@ -194,7 +194,7 @@ def residency(cache: TieredCache, keys: Sequence[Key], until: Protection = Prote
 
 def store(
     cache: TieredCache, keys: Sequence[Key], blocks: Sequence[int] | None = None, first: int = 0, **how: Any
-) -> StoreOrder:
+) -> ScheduledStore:
     """`TieredCache.store` of one path; without `blocks` the host moves the bytes."""
     group = how.pop("group", 0)
     path = {name: how.pop(name) for name in ("prompt_tokens", "prompt_end", "retention") if name in how}

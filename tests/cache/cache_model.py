@@ -14,7 +14,7 @@ from cache_model_lookup import Reading
 from cache_model_store import Storing
 
 from longshore.boundary import HOST
-from longshore.cache import Lease, MissReason, Outcome, State
+from longshore.cache import Lease, MissReason, Outcome, SlotState
 from longshore.cache.settings import DEFAULT_PRIORITY
 from residents import residents_of
 
@@ -22,10 +22,10 @@ from residents import residents_of
 class World(Reading, Storing):
     """One cache under test, the movers below it, and the model beside it."""
 
-    def stored(self, *paths: str, last_chance: bool = False) -> Self:
+    def stored(self, *paths: str, before_eviction: bool = False) -> Self:
         """Store each of `paths`, one after the other, until all copies that follow have ended."""
         for path in paths:
-            self.store(path, 0, last_chance)
+            self.store(path, 0, before_eviction)
             self.settle_all()
         return self
 
@@ -43,7 +43,7 @@ class World(Reading, Storing):
 
     def reset(self, keep: tuple[str, ...] = ()) -> None:
         """Forget all but what is ready, and can be reached, in the tiers to `keep`."""
-        ready = {at for at, each in self.resident.items() if each.state is State.READY and at[1] in keep}
+        ready = {at for at, each in self.resident.items() if each.state is SlotState.READY and at[1] in keep}
         kept = {at for at in ready if all(any((each, tier) in ready for tier in keep) for each in self.line(at[0]))}
         self.generation += not keep
         assert self.call("reset", keep=keep) == self.generation

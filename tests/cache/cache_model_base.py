@@ -34,7 +34,7 @@ from longshore.boundary import (
     TransferResult,
     Urgency,
 )
-from longshore.cache import Lease, MissReason, Presence, State
+from longshore.cache import Lease, MissReason, Presence, SlotState
 from longshore.errors import CacheError
 from residents import Resident, residents_of
 
@@ -277,7 +277,7 @@ class Stage:
         before = 0
         for part in model.parts:
             for place in places(part.transfer, self.setup.per_chunk):
-                if before + place.item < model.outcome.chunks:
+                if before + place.item < model.outcome.num_chunks:
                     tag = Tag(part.transfer.items[place.item].key, self.generation, place.sub)
                     assert all(rank[place.block] == tag for rank in self.movers.device)
             before += len(part.told)
@@ -311,7 +311,7 @@ class Stage:
 
     def is_ready(self, of: Key, tier: str | None = None) -> bool:
         tiers = self.sizes if tier is None else (tier,)
-        return any((r := self.resident.get((of, t))) is not None and r.state is State.READY for t in tiers)
+        return any((r := self.resident.get((of, t))) is not None and r.state is SlotState.READY for t in tiers)
 
     def is_readable(self, of: Key) -> bool:
         """Whether `of`, and all that it needs to be reached, is ready; from an orphan on, if it is behind one."""
@@ -395,7 +395,7 @@ class Stage:
             ):  # invariant 6, for this tier and all colder ones together
                 order = list(self.sizes)
                 assert any((r.parent, colder) in self.resident for colder in order[order.index(tier) :])
-            if r.state is State.READY:  # invariant 1
+            if r.state is SlotState.READY:  # invariant 1
                 for rank, memory in enumerate(self.movers.memory):
                     there = memory.read(r.slot)
                     known = self.cache._state.pools[list(self.sizes).index(tier)].fault  # lost when the step ends
@@ -403,12 +403,12 @@ class Stage:
                         there == BAD and ((tier, r.slot.index, rank) in self.secret or r.slot.index in known)
                     )
             else:
-                assert r.state is State.FILLING
+                assert r.state is SlotState.FILLING
         found = residency(self.cache, [each for each, _ in self.resident])
         assert Presence.ABSENT not in found.presences
         for at, ((_, tier), r) in enumerate(self.resident.items()):
             if tier == next(iter(self.sizes)):
-                assert found.part(at, at + 1).slots() == ([r.slot.index] if r.state is State.READY else None)
+                assert found.part(at, at + 1).slots() == ([r.slot.index] if r.state is SlotState.READY else None)
         for model in self.holds.values():
             assert model.excused or all(map(self.is_readable, model.keys)), "a held chunk is gone"
         for each, excused in self.seen_in_step.items():
@@ -425,7 +425,7 @@ class Stage:
                 for slot in (item.source, item.destination):
                     if slot is not None and slot.tier != DEVICE:
                         taken[slot.tier].add(slot)
-        copies = [(tier, each) for (each, tier), r in self.resident.items() if r.state is State.READY]
+        copies = [(tier, each) for (each, tier), r in self.resident.items() if r.state is SlotState.READY]
         assert sorted(self.cache.ready()) == sorted(copies)
         ready = Counter(tier for tier, _ in copies)
         for stats in self.cache.stats():
@@ -440,7 +440,7 @@ class Stage:
         assert self.cache.jobs_in_flight == len(self.jobs)
         assert not any(self.cache.progress(job).is_over for job in self.jobs)
         assert (self.cache.leases, self.cache.protected) == (len(self.holds), len(self.seen_in_step))
-        ready = {each for each, r in self.resident.items() if r.state is State.READY}
+        ready = {each for each, r in self.resident.items() if r.state is SlotState.READY}
         alone = sum(tier == HOST and {t for k, t in ready if k == key} == {HOST} for key, tier in ready)
         assert 0 <= self.cache.backups_needed <= alone
         misses, hits = +self.cache.counters.misses, +self.cache.counters.hits

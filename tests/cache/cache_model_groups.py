@@ -14,7 +14,7 @@ from cache_model_lifecycle import Life
 from cache_movers import places
 
 from longshore.boundary import DEVICE, HOST, Item, Key, Route, Transfer
-from longshore.cache import GroupKeys, Lease, MissReason, Need, StoreOrder
+from longshore.cache import GroupKeys, Lease, MissReason, Need, ScheduledStore
 from longshore.errors import CacheError
 
 
@@ -113,7 +113,7 @@ class Groups(Life):
         self.loads.append(model)
         self.carry()
         if answer.jobs:
-            assert [part.chunks for part in answer.jobs] == [len(model.keys)]
+            assert [part.num_chunks for part in answer.jobs] == [len(model.keys)]
             model.parts, model.sources = [self.jobs[answer.jobs[0].job]], sources
             self.check_sections(model.parts[0].transfer, model.keys, mine, by_layer)
         else:
@@ -132,22 +132,22 @@ class Groups(Life):
 
     # ------------------------------------------------------------------ chunks that stand alone
 
-    def store_alone(self, path: str, group: int, first: int, last_chance: bool) -> None:
+    def store_alone(self, path: str, group: int, first: int, before_eviction: bool) -> None:
         """Chunks of a group that stand alone are complete: each is stored for itself, the last window first."""
         keys, per_chunk = chunks(path, group), self.setup.per_chunk
         blocks = self.take_blocks((len(keys) - first) * per_chunk)
         if not blocks:
             return
         self.compute(keys[first:], blocks)
-        wanted = self.setup.offload != "write_back" or last_chance
+        wanted = self.setup.offload != "write_back" or before_eviction
         fresh, drops, free = self.fresh(keys, first), self.drops(), self.free(HOST)
-        offload = self.call("store", {group: GroupKeys(keys, first)}, {group: tuple(blocks)}, last_chance=last_chance)[
-            group
-        ]
+        offload = self.call(
+            "store", {group: GroupKeys(keys, first)}, {group: tuple(blocks)}, before_eviction=before_eviction
+        )[group]
         if wanted:
             self.check_alone(keys, first, fresh, offload, self.drops() - drops, free)
         else:
-            assert offload == StoreOrder(None)
+            assert offload == ScheduledStore(None)
         self.settle()
         if offload.job is None:
             self.give_blocks(blocks)
@@ -174,7 +174,7 @@ class Groups(Life):
         return self.cache.counters.drops[HOST].total()
 
     def check_alone(
-        self, keys: Sequence[Key], first: int, fresh: list[int], offload: StoreOrder, dropped: int, free: int
+        self, keys: Sequence[Key], first: int, fresh: list[int], offload: ScheduledStore, dropped: int, free: int
     ) -> None:
         """What was new was accepted, from the end on, or dropped and counted."""
         taken = list(offload.positions)
@@ -192,7 +192,7 @@ class Groups(Life):
         """Those of the chunks that are ready are leased, each by itself."""
         ready = [each for each in keys if self.is_readable(each)]
         found = self.call("lookup", {group: GroupKeys(keys)}, self.now, independent=True, request=request)
-        assert found.chunks == len(ready)
+        assert found.num_chunks == len(ready)
         self.held(found.lease, ModelHold(ready, request))
         self.settle()
 

@@ -13,7 +13,7 @@ from cache_movers import POISON
 from object_state import state_of
 
 from longshore.boundary import DEVICE, Key, Slot
-from longshore.cache import DeviceCopy, Event, EventKind, State
+from longshore.cache import DeviceCopy, Event, EventKind, SlotState
 from longshore.errors import CacheError, CapacityError
 
 
@@ -109,4 +109,4 @@ class Life(World):
 
     def to_be_heard(self) -> set[tuple[Key, str]]:
         """What is where, as the events should tell."""
-        return {each for each, r in self.resident.items() if r.state is State.READY}
+        return {each for each, r in self.resident.items() if r.state is SlotState.READY}

@@ -10,7 +10,7 @@ from cache_model_leases import ModelHold
 from cache_model_remote import Remote
 
 from longshore.boundary import HOST, Key, Urgency
-from longshore.cache import Found, GroupKeys, Lease, LoadOrder, MissReason, PrefetchPolicy, Progress, Protection
+from longshore.cache import Found, GroupKeys, Lease, MissReason, PrefetchPolicy, Progress, Protection, ScheduledLoad
 
 
 class Reading(Remote):
@@ -23,7 +23,7 @@ class Reading(Remote):
         end = self.ready_end(keys, start)
         remote = self.miss(keys, end)
         found = self.call_lookup(keys, start, request)
-        assert (found.chunks, found.remote, found.partial) == (end - start, remote, None)
+        assert (found.num_chunks, found.remote, found.partial) == (end - start, remote, None)
         return self.looked_up(found, ModelHold(keys[start:end], request, start=start))
 
     def count_later(self, path: str, start: int, request: str | None) -> Lease | None:
@@ -33,7 +33,7 @@ class Reading(Remote):
         path = {0: GroupKeys(keys, start)}
         found: Found = self.call("lookup", path, self.now, request=request, count=False)
         assert self.cache.counters.misses == before
-        assert (found.chunks, found.remote) == (end - start, self.miss(keys, end))
+        assert (found.num_chunks, found.remote) == (end - start, self.miss(keys, end))
         self.call("lookup", path, self.now, protect=Protection.NONE, request=request)
         return self.looked_up(found, ModelHold(keys[start:end], request, start=start))
 
@@ -43,7 +43,7 @@ class Reading(Remote):
         end = self.ready_end(keys, start)
         remote, alike = self.miss(keys, end), self.alike(keys, end)
         found: Found = self.call("lookup", {0: GroupKeys(keys, start, prompt_tokens=text)}, self.now, request=request)
-        assert (found.chunks, found.remote) == (end - start, remote)
+        assert (found.num_chunks, found.remote) == (end - start, remote)
         assert (found.partial is None) == (not alike)
         held = keys[start:end]
         if found.partial is not None:
@@ -84,7 +84,7 @@ class Reading(Remote):
             return
         progress: Progress = self.call("progress", hold)
         assert (progress.is_over, progress.outcome) == (True, None)
-        assert [run.tier for run in progress.runs for _ in range(run.chunks)] == list(map(self.warmest, model.keys))
+        assert [run.tier for run in progress.runs for _ in range(run.num_chunks)] == list(map(self.warmest, model.keys))
         assert hold not in self.holds
         self.holds[hold] = model
 
@@ -98,7 +98,7 @@ class Reading(Remote):
             if self.is_readable(of):
                 self.seen_in_step[of] = False
                 self.warm |= {of} if self.is_ready(of, HOST) else set()
-                assert answer == ("ready" if self.is_ready(of, HOST) else "colder")
+                assert answer == ("warmest" if self.is_ready(of, HOST) else "colder")
             else:
                 assert answer == ("absent" if self.is_absent(of) else "in_flight")
         self.settle()
@@ -117,23 +117,23 @@ class Reading(Remote):
         before, free = dict(self.resident), self.free(HOST)
         self.load_timeout = timeout or LOAD
         model.deadline = self.now + self.load_timeout
-        answer: LoadOrder = self.call("load", hold, {0: tuple(blocks)}, skip=skip, timeout=timeout)
-        assert answer.chunks == sum(part.chunks for part in answer.jobs) <= leading
-        for each in keys[answer.chunks : leading]:
+        answer: ScheduledLoad = self.call("load", hold, {0: tuple(blocks)}, skip=skip, timeout=timeout)
+        assert answer.num_chunks == sum(part.num_chunks for part in answer.jobs) <= leading
+        for each in keys[answer.num_chunks : leading]:
             model.cut.append(MissReason.AFTER_MISS if (each, HOST) in before else MissReason.NO_ROOM)
         model.cut += [self.reason(each) for each in keys[leading:]]
         cold = [each for each in keys[:leading] if (each, HOST) not in before]
-        assert answer.chunks == leading or free < len(cold), "chunks were left out although there was room"
+        assert answer.num_chunks == leading or free < len(cold), "chunks were left out although there was room"
         model.has_load, model.blocks = True, blocks
-        model.sources = sources[: answer.chunks]
+        model.sources = sources[: answer.num_chunks]
         self.loads.append(model)
         self.carry()
         model.parts = [self.jobs[part.job] for part in answer.jobs]
         for part, job in zip(answer.jobs, model.parts, strict=True):
-            assert len(job.transfer.items) == part.chunks
-        assert [i.key for job in model.parts for i in job.transfer.items] == keys[: answer.chunks]
+            assert len(job.transfer.items) == part.num_chunks
+        assert [i.key for job in model.parts for i in job.transfer.items] == keys[: answer.num_chunks]
         used = [b for job in model.parts for s in job.transfer.sections for b in s.blocks]
-        assert used == blocks[: max(0, answer.chunks * per_chunk - skip)]
+        assert used == blocks[: max(0, answer.num_chunks * per_chunk - skip)]
         first = [job.transfer.sections[0].first_block for job in model.parts[:1]]
         assert first in ([], [model.start * per_chunk + skip])
         if not model.parts:

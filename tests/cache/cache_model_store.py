@@ -13,7 +13,7 @@ from cache_model_base import Stage
 from cache_movers import Job, Tag
 
 from longshore.boundary import DEVICE, HOST, Item, Key, Route, Section, Status, Transfer, TransferResult, Urgency
-from longshore.cache import DropReason, GroupKeys, Retention, State, StoreOrder
+from longshore.cache import DropReason, GroupKeys, Retention, ScheduledStore, SlotState
 from longshore.cache.settings import DEFAULT_PRIORITY
 from residents import Resident
 
@@ -39,7 +39,7 @@ class Storing(Stage):
         self,
         path: str,
         first: int,
-        last_chance: bool,
+        before_eviction: bool,
         retention: Sequence[Retention] = (),
         prompt: int | None = None,
     ) -> None:
@@ -48,11 +48,11 @@ class Storing(Stage):
         if not blocks:
             return
         self.compute(keys[first:], blocks)
-        wanted = self.setup.offload != "write_back" or last_chance
+        wanted = self.setup.offload != "write_back" or before_eviction
         before = self.before_store(keys, first, retention, prompt, wanted)
         text = text_of(path, per_chunk) if self.setup.partial else None
         asked = GroupKeys(keys, first, prompt_tokens=text, prompt_end=prompt, retention=retention)
-        offload = self.call("store", {0: asked}, {0: tuple(blocks)}, last_chance=last_chance)[0]
+        offload = self.call("store", {0: asked}, {0: tuple(blocks)}, before_eviction=before_eviction)[0]
         accepted = self.after_store(before, offload.positions) if wanted else 0
         if not wanted:
             assert (offload.job, list(offload.positions)) == (None, [])
@@ -89,7 +89,7 @@ class Storing(Stage):
             for rank in self.movers.device:
                 rank[block] = Tag(keys[chunk], self.generation, sub)
 
-    def note_host_store(self, keys: Sequence[Key], offload: StoreOrder) -> None:
+    def note_host_store(self, keys: Sequence[Key], offload: ScheduledStore) -> None:
         """The host moves what was accepted; the cache gives no command for it."""
         if offload.job is None:
             return
@@ -214,7 +214,7 @@ class Storing(Stage):
         needed.update(item.key for job in self.jobs.values() for item in job.transfer.items)
         parents = {parent(each) for each, _ in self.resident}
         for (each, tier), r in self.resident.items():
-            if tier == HOST and self.is_adrift(each) and r.state is State.READY and each not in needed | parents:
+            if tier == HOST and self.is_adrift(each) and r.state is SlotState.READY and each not in needed | parents:
                 alone = sum(key == each for key, _ in self.resident) == 1
                 assert not alone, f"{each!r} is an orphan, and stays, while {gone} made way"
 

@@ -30,7 +30,7 @@ from longshore.cache import (
     Protection,
     Retention,
     ReuseHint,
-    StoreOrder,
+    ScheduledStore,
     TieredCache,
     TierSpec,
     WritePolicy,
@@ -186,7 +186,7 @@ class Storm:
         found = self.cache.lookup({0: GroupKeys([key])}, self.now, protect=Protection.NONE, independent=True)
         return found.residency[0].presences[0] is not Presence.ABSENT
 
-    def note_host_store(self, order: StoreOrder) -> None:
+    def note_host_store(self, order: ScheduledStore) -> None:
         """The host will report what it was told to move."""
         if order.job is not None:
             self.jobs[order.job] = len(order.positions)
@@ -201,8 +201,8 @@ class Storm:
 
     def store_blocks(self) -> None:
         path = self.path()
-        last_chance = self.draw.random() < 0.5
-        self.cache.store({0: GroupKeys(self.keys(path))}, {0: range(len(path))}, last_chance=last_chance)
+        before_eviction = self.draw.random() < 0.5
+        self.cache.store({0: GroupKeys(self.keys(path))}, {0: range(len(path))}, before_eviction=before_eviction)
 
     def lookup_and_load(self) -> None:
         """A prompt that returns, in the manner of engines that tell paths."""
@@ -213,9 +213,11 @@ class Storm:
         if found.lease is not None:
             self.holds.append(found.lease)
             if self.draw.random() < 0.6:
-                self.cache.load(found.lease, {0: range(found.chunks)})
+                self.cache.load(found.lease, {0: range(found.num_chunks)})
         if self.draw.random() < 0.5:
-            self.note_host_store(self.cache.store({0: GroupKeys(keys, found.chunks)}, tick=found.tick)[0])
+            self.note_host_store(
+                self.cache.store({0: GroupKeys(keys, found.num_chunks)}, request_number=found.request_number)[0]
+            )
 
     def seen(self, keys: list[Key]) -> Sequence[Presence]:
         """Where each of `keys` is, which stays so until the step ends."""
@@ -233,7 +235,7 @@ class Storm:
         return [key for key, presence in found if presence in wanted], group
 
     def prefetch(self) -> None:
-        keys, group = self.ready((Presence.READY, Presence.COLDER))
+        keys, group = self.ready((Presence.WARMEST, Presence.COLDER))
         if keys:
             lease = self.cache.lookup({group: GroupKeys(keys)}, self.now, independent=True).lease
             if lease is None:
@@ -243,7 +245,7 @@ class Storm:
             self.cache.prefetch(lease, self.now, policy=self.draw.choice(list(PrefetchPolicy)))
 
     def load_by_host(self) -> None:
-        keys, group = self.ready((Presence.READY,))
+        keys, group = self.ready((Presence.WARMEST,))
         if keys:
             (part,) = self.cache.load({group: GroupKeys(keys)}).jobs
             self.jobs[part.job] = len(keys)

@@ -53,19 +53,19 @@ class Tiers:
         cache, keys = self.cache, keys_of(path)
         found = cache.lookup({0: GroupKeys(keys)}, 0.0)
         if found.lease is not None:
-            cache.load(found.lease, {0: range(found.chunks)})
+            cache.load(found.lease, {0: range(found.num_chunks)})
             self.move()
-        if found.chunks < len(keys):
-            left = range(found.chunks, len(keys))
-            cache.store({0: GroupKeys(keys, found.chunks)}, {0: left}, tick=found.tick)
+        if found.num_chunks < len(keys):
+            left = range(found.num_chunks, len(keys))
+            cache.store({0: GroupKeys(keys, found.num_chunks)}, {0: left}, request_number=found.request_number)
             self.move()
         if found.lease is not None:
             cache.release(found.lease)
         cache.end_step()
         self.move()
-        self.hits += found.chunks
+        self.hits += found.num_chunks
         self.asked += len(keys)
-        return found.chunks
+        return found.num_chunks
 
     def move(self) -> None:
         while jobs := [each for each in self.cache.take_commands() if isinstance(each, Transfer)]:

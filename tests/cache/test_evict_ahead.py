@@ -12,7 +12,7 @@ from longshore.cache.evictor import Evictor
 from longshore.keys import Scope, chain
 from residents import residents_of
 
-ROOT = Scope(model="m", weights="w", dtype="d", layout="l", block_size=1).root
+ROOT = Scope(model="m", weights="w", dtype="d", layout="l", block_size=1).digest
 
 
 def path(name: int, blocks: int) -> list[Key]:

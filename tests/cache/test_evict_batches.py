@@ -139,7 +139,7 @@ def test_a_number_that_comes_free_has_no_children_left() -> None:
     assert index.drop_leaves(np.array(nodes[::-1], np.int32)) == [ROOT]
     for slot, path in enumerate("xy"):
         (node,) = index.link(ROOT, chunks(path), 0, [slot])
-        assert index.children_in[0][node] == 0
+        assert index.num_children[0][node] == 0
     index.check_integrity()
 
 
@@ -167,8 +167,10 @@ class Life:
         elder = self.dice.choice(self.prompts[-12:])
         shared = self.dice.choice([0, 0, self.dice.randrange(len(elder)), len(elder)])
         found = self.cache.lookup({0: GroupKeys(elder[:shared])}, 0.0)
-        prompt = [*elder[: found.chunks], *chunks_of(step, int(3 * 60 ** self.dice.random()))]
-        offload = self.cache.store({0: GroupKeys(prompt, found.chunks)}, {0: range(len(prompt) - found.chunks)})[0]
+        prompt = [*elder[: found.num_chunks], *chunks_of(step, int(3 * 60 ** self.dice.random()))]
+        offload = self.cache.store(
+            {0: GroupKeys(prompt, found.num_chunks)}, {0: range(len(prompt) - found.num_chunks)}
+        )[0]
         if found.lease is not None:
             self.cache.release(found.lease)
         self.cache.take_commands()

@@ -17,7 +17,7 @@ from longshore.cache import (
     GroupKeys,
     Lease,
     Retention,
-    StoreOrder,
+    ScheduledStore,
     TieredCache,
     TierSpec,
     WritePolicy,
@@ -53,7 +53,7 @@ class Bytes:
         self.running: dict[int, Transfer] = {}
         self.checked = 0
 
-    def store(self, group: int, of: str, **more: object) -> StoreOrder:
+    def store(self, group: int, of: str, **more: object) -> ScheduledStore:
         keys = path(group, of)
         offload = store(self.cache, keys, range(len(keys)), group=group, **more)  # type: ignore[arg-type]
         self.take()
@@ -61,7 +61,7 @@ class Bytes:
 
     def lookup(self, group: int, of: str) -> tuple[int, Lease | None]:
         found = lookup(self.cache, path(group, of), 0.0, group=group)
-        return found.chunks, found.lease
+        return found.num_chunks, found.lease
 
     def take(self) -> None:
         for command in self.cache.take_commands():
@@ -248,7 +248,7 @@ def test_backups_and_loads_stay_in_their_pools() -> None:
         world.take()
         world.settle()
         outcome = world.cache.progress(hold).outcome
-        assert (outcome.chunks, set(outcome.sources)) == (len(of), {FILE})
+        assert (outcome.num_chunks, set(outcome.sources)) == (len(of), {FILE})
         world.cache.release(hold)
     assert world.checked >= 18
 

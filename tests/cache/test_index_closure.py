@@ -132,7 +132,7 @@ def test_long_orphan_path_is_readable_once_its_head_arrives() -> None:
     head, tail = store(cache, keys[:10], range(10)), store(cache, keys, range(10, len(keys)), first=10)
     for offload, found in ((tail, 0), (head, len(keys))):
         cache.apply_results([TransferResult(offload.job, (Status.OK,) * len(offload.positions))], 0.0)
-        assert lookup(cache, keys, 0.0).chunks == found
+        assert lookup(cache, keys, 0.0).num_chunks == found
     cache.check_integrity()
 
 
@@ -189,10 +189,10 @@ def test_the_longest_prefix_is_found_without_looking_at_each_chunk() -> None:
     world.store("a" * 40, 0, False)
     world.settle_all()
     found = lookup(world.cache, Keys(chunks("a" * 60)), 0.0)
-    assert found.chunks == 40
+    assert found.num_chunks == 40
     assert looks < 30
-    assert lookup(world.cache, chunks("a" * 60), 0.0, first=39).chunks == 1
-    assert lookup(world.cache, chunks("a" * 60), 0.0, first=50).chunks == 0
+    assert lookup(world.cache, chunks("a" * 60), 0.0, first=39).num_chunks == 1
+    assert lookup(world.cache, chunks("a" * 60), 0.0, first=50).num_chunks == 0
 
 
 def test_integrity_notices_a_child_that_lies_colder_than_its_parent() -> None:

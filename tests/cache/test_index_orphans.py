@@ -44,7 +44,7 @@ def put(cache: TieredCache, path: list[Key], first: int = 0, **how: Any) -> list
 
 
 def found(cache: TieredCache, path: list[Key], first: int = 0) -> int:
-    return cache.lookup({0: GroupKeys(path, first)}, 0.0, protect=Protection.NONE).chunks
+    return cache.lookup({0: GroupKeys(path, first)}, 0.0, protect=Protection.NONE).num_chunks
 
 
 def host(cache: TieredCache) -> set[Key]:
@@ -68,7 +68,7 @@ def test_an_orphan_is_loaded_with_what_is_behind_it() -> None:
     (transfer,) = settle(cache)
     assert [(item.key, item.parent) for item in transfer.items] == list(zip(PATH[1:], PATH, strict=False))
     outcome = cache.progress(lease).outcome
-    assert outcome.chunks == 3
+    assert outcome.num_chunks == 3
     cache.release(lease)
     cache.check_integrity()
 
@@ -77,8 +77,8 @@ def test_single_chunk_is_found_and_leased_whatever_precedes_it() -> None:
     cache = made()
     put(cache, PATH, 2)
     (residency,) = cache.lookup({0: GroupKeys(PATH)}, 0.0, protect=Protection.STEP, independent=True).residency.values()
-    assert residency.presences == [Presence.ABSENT, Presence.ABSENT, Presence.READY, Presence.READY]
-    assert cache.load({0: GroupKeys(residency.part(2, 4))}).chunks == 2
+    assert residency.presences == [Presence.ABSENT, Presence.ABSENT, Presence.WARMEST, Presence.WARMEST]
+    assert cache.load({0: GroupKeys(residency.part(2, 4))}).num_chunks == 2
 
 
 def test_orphan_is_found_from_first_chunk_once_its_parent_arrives() -> None:
@@ -130,7 +130,7 @@ def test_lease_outlives_its_orphan_becoming_one_of_many() -> None:
     put(cache, PATH[:1])
     put(cache, chunks("xyz"))
     assert host(cache) == set(PATH[:3])
-    assert cache.load(lease, {0: range(2)}).chunks == 2
+    assert cache.load(lease, {0: range(2)}).num_chunks == 2
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -388,5 +388,5 @@ def test_first_orphan_is_used_by_its_own_request() -> None:
     orphans = policy.part(policy.wanted(node))
     assert isinstance(orphans, Gittins)
     assert node in orphans
-    assert orphans._used[node] == asked.tick == 6
+    assert orphans._used[node] == asked.request_number == 6
     assert orphans._hint > 0

@@ -29,7 +29,7 @@ BOTH = Setup(host=4, file=8, backup="write_through")
 
 
 def test_trap_8_submitted_copy_does_not_free_its_slot() -> None:
-    world = World(Setup(host=1)).stored("a", last_chance=True)
+    world = World(Setup(host=1)).stored("a", before_eviction=True)
     hold = world.loading("a")
     world.release(hold)
     world.store("x", 0, False)
@@ -46,7 +46,7 @@ def test_trap_18_allocating_nothing_does_not_take_everything() -> None:
 
 
 def test_trap_19_chunk_from_colder_tier_can_be_evicted_again() -> None:
-    world = World(BOTH).stored("abcd", last_chance=True)
+    world = World(BOTH).stored("abcd", before_eviction=True)
     world.discard("abcd", HOST)
     hold = world.loading("abcd")
     world.settle_all()
@@ -99,7 +99,7 @@ def with_heads_coldest(method: Any) -> Any:
 
 
 def test_trap_23_loaded_suffix_keeps_its_parent_and_position() -> None:
-    world = World(Setup(host=8, file=8, backup="write_through", per_chunk=2)).stored("ab", "abcd", last_chance=True)
+    world = World(Setup(host=8, file=8, backup="write_through", per_chunk=2)).stored("ab", "abcd", before_eviction=True)
     world.discard("abcd", HOST)
     world.loading("ab")
     world.settle_all()
@@ -135,7 +135,7 @@ def test_trap_24_late_results_leave_new_generation_keys_alone(status: Status) ->
 
 
 def test_trap_25_impossible_is_refused_before_anything_changes() -> None:
-    world = World(Setup(host=1, per_chunk=2)).stored("a", last_chance=True)
+    world = World(Setup(host=1, per_chunk=2)).stored("a", before_eviction=True)
     hold = world.lookup("a", 0, None)
     world.refused(CacheError, "load", hold, {0: (0, 1, 2)})
     world.refused(CacheError, "store", {0: GroupKeys(chunks("xy"))}, {0: (0, 1, 2)})
@@ -152,7 +152,7 @@ def test_trap_25_an_allocation_that_fails_takes_nothing(pool: SlotPool) -> None:
 
 
 def test_trap_26_device_block_is_no_slot_copies_name_tiers() -> None:
-    world = World(BOTH).stored("ab", last_chance=True)
+    world = World(BOTH).stored("ab", before_eviction=True)
     for block in list(world.free_blocks[:20]):
         world.free_blocks.remove(block)
     world.loading("ab")
@@ -168,7 +168,7 @@ def test_trap_27_no_two_books_are_the_same_list() -> None:
     drops = world.cache.counters.drops
     assert (drops[HOST][DropReason.NO_PARENT], drops[FILE][DropReason.NO_PARENT]) == (1, 0)
     assert world.setup.build().counters.drops[HOST].total() == 0
-    offloaded_twice = World(BOTH).stored("a", "b", last_chance=True)
+    offloaded_twice = World(BOTH).stored("a", "b", before_eviction=True)
     slots = {(r.slot.tier, r.slot.index) for r in offloaded_twice.resident.values()}
     assert len(slots) == 4
 
@@ -176,7 +176,7 @@ def test_trap_27_no_two_books_are_the_same_list() -> None:
 @pytest.mark.parametrize("moment", ["before onboarding", "in a prefetch", "during", "after", "after its time"])
 def test_trap_28_no_pin_leaks_whenever_a_request_goes_away(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what was read for it alone is called off."""
-    world = World(BOTH).stored("abc", last_chance=True)
+    world = World(BOTH).stored("abc", before_eviction=True)
     cancelled: set[int] = set()
     monkeypatch.setattr(world, "check_cancel", cancelled.add)
     world.discard("abc", HOST)

@@ -37,7 +37,7 @@ def test_a_match_names_the_tiers_that_it_will_come_from() -> None:
     load(world, "a")
     world.settle_all()
     found = lookup(world.cache, chunks("abc"), 0.0)
-    assert found.chunks == 3
+    assert found.num_chunks == 3
     assert world.cache.progress(found.lease).runs == (Run(HOST, 1), Run(FILE, 2))
 
 
@@ -65,7 +65,7 @@ def test_peek_sees_every_state_and_protects_what_is_ready() -> None:
     assert world.lookup_each(key("x")) == "in_flight"
     world.end_step()
     world.settle_all()
-    assert world.lookup_each(key("x")) == "ready"
+    assert world.lookup_each(key("x")) == "warmest"
     assert world.seen_in_step == {key("x"): False}
     assert world.discard("x", FILE) == 1
     assert world.discard("x", HOST) == 0
@@ -302,7 +302,7 @@ def test_copy_reported_before_its_read_arrives_only_with_the_read(arrives: Statu
     both = arrives is Status.OK and together
     progress = cache.progress(hold)
     assert progress.outcome is not None
-    assert progress.outcome.chunks == (2 if both else 1 if together else 0)
+    assert progress.outcome.num_chunks == (2 if both else 1 if together else 0)
     cache.release(hold)
     cache.check_integrity()
     assert cache.jobs_in_flight == 0

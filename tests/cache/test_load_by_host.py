@@ -58,7 +58,7 @@ def kept(cache: TieredCache, keys: Sequence[Key], group: int = 0) -> Lease:
     """A lease on single chunks, all of which some tier has."""
     found = cache.lookup({group: GroupKeys(keys)}, 0.0, independent=True)
     assert found.lease is not None
-    assert found.chunks == len(keys)
+    assert found.num_chunks == len(keys)
     return found.lease
 
 
@@ -71,7 +71,7 @@ def test_what_is_lent_stays_until_it_is_reported() -> None:
     cache.check_integrity()
     cache.apply_results([TransferResult(loan.job, (Status.OK, Status.OK))], 1.0)
     assert store(cache, [c, d]) == 2
-    assert residency(cache, [a, b, c, d], Protection.STEP).presences == [Presence.ABSENT] * 2 + [Presence.READY] * 2
+    assert residency(cache, [a, b, c, d], Protection.STEP).presences == [Presence.ABSENT] * 2 + [Presence.WARMEST] * 2
     cache.end_step()
     cache.check_integrity()
 
@@ -82,7 +82,7 @@ def test_a_loan_is_a_use() -> None:
     store(cache, [b])
     cache.apply_results([TransferResult(cache.load({0: GroupKeys([a])}).jobs[0].job, (Status.OK,))], 1.0)
     assert store(cache, [c]) == 1
-    assert residency(cache, [a, b], Protection.STEP).presences == [Presence.READY, Presence.ABSENT]
+    assert residency(cache, [a, b], Protection.STEP).presences == [Presence.WARMEST, Presence.ABSENT]
     assert cache.counters.hits["host"] == 1
 
 
@@ -105,16 +105,20 @@ def test_what_is_given_back_unread_is_there_as_before() -> None:
     cache.release(loan.job)
     with pytest.raises(JobError):
         cache.release(loan.job)
-    assert residency(cache, [a], Protection.STEP).presences == [Presence.READY]
+    assert residency(cache, [a], Protection.STEP).presences == [Presence.WARMEST]
 
 
 def test_looked_up_chunks_stay_in_host_tier_until_step_ends() -> None:
     """With a copy below, too: a host that was told that a chunk is ready may borrow it in the same step."""
     cache, (a, b, c) = two_tiers(2), keys_of("a", "b", "c")
     store(cache, [a, b])
-    assert residency(cache, [a], Protection.STEP).presences == [Presence.READY]
+    assert residency(cache, [a], Protection.STEP).presences == [Presence.WARMEST]
     assert store(cache, [c]) == 1
-    assert residency(cache, [a, b, c], Protection.STEP).presences == [Presence.READY, Presence.COLDER, Presence.READY]
+    assert residency(cache, [a, b, c], Protection.STEP).presences == [
+        Presence.WARMEST,
+        Presence.COLDER,
+        Presence.WARMEST,
+    ]
     assert len(cache.load({0: GroupKeys([a])}).jobs[0].slots) == 1
     assert (cache.leases, cache.protected) == (0, 3)
     cache.end_step()
@@ -187,8 +191,8 @@ def test_single_chunks_that_are_not_ready_are_not_leased() -> None:
     store(cache, [a])
     cache.store({0: GroupKeys([b])})
     found = cache.lookup({0: GroupKeys([a, b, c])}, 0.0, independent=True)
-    assert (found.chunks, cache.leases) == (1, 1)
-    assert [each.value for each in found.residency[0].presences] == ["ready", "in_flight", "absent"]
+    assert (found.num_chunks, cache.leases) == (1, 1)
+    assert [each.value for each in found.residency[0].presences] == ["warmest", "in_flight", "absent"]
     for none in ([], [b, c]):
         assert cache.lookup({0: GroupKeys(none)}, 0.0, independent=True)[:2] == (None, 0)
     before = state_of(cache)
@@ -226,7 +230,7 @@ def test_chunks_of_a_path_are_kept_and_lent_like_others() -> None:
     assert store(cache, keys_of("d", "e", "f")) == 1, "c alone goes: b is kept, a is read"
     cache.apply_results([TransferResult(loan.job, (Status.OK,))], 0.0)
     assert store(cache, keys_of("g")) == store(cache, keys_of("h")) == 1
-    assert residency(cache, keys, Protection.STEP).presences[:2] == [Presence.READY] * 2, "a is needed to reach b"
+    assert residency(cache, keys, Protection.STEP).presences[:2] == [Presence.WARMEST] * 2, "a is needed to reach b"
     cache.release(hold)
     cache.end_step()
     cache.check_integrity()
@@ -272,7 +276,7 @@ def test_chunk_reported_in_a_step_is_leased_despite_corrupt_parent() -> None:
     settle(cache)
     assert cache.discard(keys[:1], "host") == 1
     (read,) = cache.prefetch(kept(cache, keys[:1], 1), 0.0)
-    assert residency(cache, keys[1:], Protection.STEP).presences == [Presence.READY]
+    assert residency(cache, keys[1:], Protection.STEP).presences == [Presence.WARMEST]
     cache.apply_results([TransferResult(read, (Status.CORRUPT,))], 0.0)
     loan = cache.load({1: GroupKeys(keys[1:])}).jobs[0]
     cache.check_integrity()

@@ -1,4 +1,4 @@
-"""LoadOrder of several groups: one transfer, all or nothing."""
+"""Load of several groups: one transfer, all or nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_all_groups_travel_in_one_transfer_with_a_section_each() -> None:
     hold = cache.lookup(wanted(*PATHS), 0.0).lease
     order = cache.load(hold, {0: range(8), 1: range(8, 11), 2: [11]}, by_layer=True)
     (transfer,) = orders(cache)
-    assert (order.chunks, len(order.jobs)) == (12, 1)
+    assert (order.num_chunks, len(order.jobs)) == (12, 1)
     assert transfer.by_layer
     assert transfer.sections == (
         Section(0, 0, tuple(range(8))),
@@ -85,7 +85,7 @@ def test_without_room_for_all_nothing_is_ordered() -> None:
     cache.resize(HOST, 11)
     hold = cache.lookup(wanted(*PATHS), 0.0).lease
     order = cache.load(hold, {0: range(8), 1: range(8, 11), 2: [11]})
-    assert (order.chunks, orders(cache)) == (0, [])
+    assert (order.num_chunks, orders(cache)) == (0, [])
     assert cache.progress(hold).outcome == Outcome(0, ())
     assert cache.counters.misses[MissReason.NO_ROOM] == 12
     cache.release(hold)
@@ -98,7 +98,7 @@ def test_a_chunk_that_was_lost_meanwhile_keeps_all_away() -> None:
     assert second is not None
     cache.load(first, {0: range(8), 1: range(8, 11), 2: [11]})
     end(cache, orders(cache), Status.CORRUPT)
-    assert cache.load(second, {0: range(8), 1: range(8, 11), 2: [11]}).chunks == 0
+    assert cache.load(second, {0: range(8), 1: range(8, 11), 2: [11]}).num_chunks == 0
     assert cache.progress(second).outcome == Outcome(0, ())
     for hold in (first, second):
         cache.release(hold)
@@ -115,8 +115,8 @@ def test_lost_chunk_of_a_window_keeps_all_away() -> None:
     cache.load(first, {0: range(3)})
     (transfer,) = orders(cache)
     cache.apply_results([TransferResult(transfer.job, (Status.OK, Status.CORRUPT, Status.OK))], 0.0)
-    assert [run.chunks for run in cache.progress(second).runs] == [1]  # what leads to it
-    assert cache.load(second, {0: range(3)}).chunks == 0
+    assert [run.num_chunks for run in cache.progress(second).runs] == [1]  # what leads to it
+    assert cache.load(second, {0: range(3)}).num_chunks == 0
     assert orders(cache) == []
     assert cache.counters.misses[MissReason.ABSENT] == 1
 
@@ -207,9 +207,9 @@ def test_a_joint_load_reports_all_its_chunks_or_none(data: st.DataObject) -> Non
             failed |= any(status is not Status.OK for status in statuses)
             cache.apply_results([TransferResult(transfer.job, statuses, rank=rank)], 0.0)
     outcome = cache.progress(hold).outcome
-    assert outcome.chunks == len(outcome.sources) == (0 if failed else 12)
-    assert cache.counters.hits.total() == outcome.chunks
-    assert cache.counters.misses.total() - misses == 12 - outcome.chunks
+    assert outcome.num_chunks == len(outcome.sources) == (0 if failed else 12)
+    assert cache.counters.hits.total() == outcome.num_chunks
+    assert cache.counters.misses.total() - misses == 12 - outcome.num_chunks
     cache.release(hold)
     cache.check_integrity()
 
@@ -224,7 +224,7 @@ def test_hits_count_for_the_tier_chunks_came_from(lends: bool) -> None:
     if lends:
         order = cache.load(wanted(*PATHS[:2]), origins=origins)
         assert cache.counters.hits.total() == 0  # nothing was read
-        cache.apply_results([TransferResult(part.job, (Status.OK,) * part.chunks) for part in order.jobs], 0.0)
+        cache.apply_results([TransferResult(part.job, (Status.OK,) * part.num_chunks) for part in order.jobs], 0.0)
         assert cache.counters.hits == {HOST: len(PATHS[0]) + len(PATHS[1]) - 4, FILE: 4}
     else:
         found = cache.lookup(wanted(*PATHS), 0.0)
@@ -251,7 +251,7 @@ def test_chunk_not_read_by_the_engine_is_no_hit() -> None:
     assert cache.counters.hit_tokens == {HOST: (count - 2) * cache.settings.group(0)[1]}
     misses = cache.counters.misses
     assert (misses[MissReason.DEVICE_ERROR], misses[MissReason.CANCELLED], misses.total() - before) == (1, 1, 2)
-    assert cache.lookup({0: GroupKeys(PATHS[0])}, 0.0, independent=True).chunks == count  # host memory keeps them
+    assert cache.lookup({0: GroupKeys(PATHS[0])}, 0.0, independent=True).num_chunks == count  # host memory keeps them
     (part,) = cache.load({0: GroupKeys(PATHS[0])}, count=False).jobs
     cache.apply_results([TransferResult(part.job, (Status.DEVICE_ERROR,) * count)], 0.0)
     assert (cache.counters.hits.total(), cache.counters.misses.total() - before) == (count - 2, 2)

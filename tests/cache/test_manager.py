@@ -182,8 +182,8 @@ WRONG_LOOKUPS: dict[str, tuple[Any, dict[str, Any]]] = {
     "a first for all groups": ({0: GroupKeys(keys("a"), 1), 1: GroupKeys(keys("b"))}, {}),
     "a first of single chunks": ({0: GroupKeys(keys("a"), 1)}, {"independent": True}),
     "protect a word": ({0: GroupKeys(keys("a"))}, {"protect": "none"}),
-    "a tick that was not drawn": ({0: GroupKeys(keys("a"))}, {"tick": 99}),
-    "a tick that is a word": ({0: GroupKeys(keys("a"))}, {"tick": "x"}),
+    "a request number that was not given": ({0: GroupKeys(keys("a"))}, {"request_number": 99}),
+    "a request number that is a word": ({0: GroupKeys(keys("a"))}, {"request_number": "x"}),
 }
 
 
@@ -211,11 +211,11 @@ def test_lookup_keeps_chunks_until_its_step_ends(paths: dict[int, str], independ
     found = cache.lookup(asked, 1.0, protect=Protection.STEP, independent=independent)
     assert found.lease is None
     assert (cache.leases, cache.protected) == (0, 3 * len(paths))
-    cache.store({0: GroupKeys(keys("x", 6))}, {0: range(6)}, last_chance=True)
+    cache.store({0: GroupKeys(keys("x", 6))}, {0: range(6)}, before_eviction=True)
     settle(cache)
     for name in paths.values():
         where = cache.lookup({0: GroupKeys(keys(name))}, 1.0, protect=Protection.NONE, independent=True).residency[0]
-        assert set(where.presences) == {Presence.READY}
+        assert set(where.presences) == {Presence.WARMEST}
     cache.end_step()
     assert cache.protected == 0
 
@@ -263,9 +263,9 @@ def test_lookup_of_a_host_that_omits_what_precedes_keys() -> None:
     stored(cache, "a")
     told = cache.lookup({0: GroupKeys(path, 1)}, 0.0)
     untold = cache.lookup({0: GroupKeys(path[1:], UNKNOWN_START)}, 0.0)
-    assert untold.chunks == told.chunks == len(path) - 1
+    assert untold.num_chunks == told.num_chunks == len(path) - 1
     assert (list(untold.before), list(told.before)) == ([path[0]], [])
-    assert cache.lookup({0: GroupKeys(keys("b"), UNKNOWN_START)}, 0.0).chunks == 0
+    assert cache.lookup({0: GroupKeys(keys("b"), UNKNOWN_START)}, 0.0).num_chunks == 0
     with pytest.raises(CacheError, match="start"):
         cache.lookup({0: GroupKeys((), UNKNOWN_START)}, 0.0)
     with pytest.raises(CacheError, match="start"):

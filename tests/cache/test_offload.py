@@ -5,7 +5,7 @@ from cache_kit import Setup, chunks, key, path_of
 from cache_model import World
 
 from longshore.boundary import FILE, HOST, Key, Status, TransferResult
-from longshore.cache import CacheSettings, DropReason, GroupKeys, StoreOrder, TieredCache, TierSpec
+from longshore.cache import CacheSettings, DropReason, GroupKeys, ScheduledStore, TieredCache, TierSpec
 from longshore.cache.eviction import LRU
 from longshore.errors import CacheError
 
@@ -18,7 +18,7 @@ NO_ROOM, BACKPRESSURE, ORPHAN, WRITE_FAILED = (
 
 
 def store(world: World, *paths: str) -> World:
-    """StoreOrder these paths; their backups, if any were ordered, stay under way."""
+    """Store these paths; their backups, if any were scheduled, stay under way."""
     for path in paths:
         world.store(path, 0, True)
         for job in world.on("device->host"):
@@ -51,7 +51,7 @@ def test_chunk_in_or_arriving_at_a_tier_is_not_rewritten() -> None:
     assert [path_of(item.key) for item in second.transfer.items] == ["abc"]
     world.end(second)
     world.end(first)
-    assert world.call("store", {0: GroupKeys([key("a")])}, {0: (0,)})[0] == StoreOrder(
+    assert world.call("store", {0: GroupKeys([key("a")])}, {0: (0,)})[0] == ScheduledStore(
         None, kept=1, known=range(1), later=range(0)
     )
 

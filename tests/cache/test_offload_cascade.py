@@ -53,7 +53,7 @@ def test_down_through_three_tiers_up_again_and_gone() -> None:
 
 
 def test_runs_name_each_tier_along_a_path() -> None:
-    world = three(4, 4, 4).stored("abcd", last_chance=True)
+    world = three(4, 4, 4).stored("abcd", before_eviction=True)
     world.discard("abc", HOST)
     world.discard("ac", FILE)
     assert world.cache.discard(chunks("abc")[2:], FILE) == 1
@@ -74,8 +74,8 @@ def safe(world: World) -> World:
 
 
 def test_full_tier_copies_its_own_down_before_making_room() -> None:
-    world = safe(three(2, 2, 4, backup="write_back").stored("a", "b", last_chance=True))
-    world.stored("c", "d", last_chance=True)  # what is safe in the file tier went from the host tier
+    world = safe(three(2, 2, 4, backup="write_back").stored("a", "b", before_eviction=True))
+    world.stored("c", "d", before_eviction=True)  # what is safe in the file tier went from the host tier
     assert (there(world, FILE), there(world, THIRD)) == ({"a", "b"}, set())
     assert not world.flush()
     assert (on(world, "host->file"), sorted(on(world, "file->third"))) == ([], ["a", "b"])
@@ -87,8 +87,8 @@ def test_full_tier_copies_its_own_down_before_making_room() -> None:
 
 
 def test_chunks_waiting_for_a_cascade_survive_an_offload() -> None:
-    world = safe(three(1, 1, 4, backup="write_back").stored("a", last_chance=True))
-    world.stored("b", last_chance=True)
+    world = safe(three(1, 1, 4, backup="write_back").stored("a", before_eviction=True))
+    world.stored("b", before_eviction=True)
     world.store("c", 0, True)
     assert (on(world, "file->third"), there(world, HOST)) == (["a"], {"b"})
     assert world.cache.counters.drops[HOST][DropReason.BACKPRESSURE] == 1
@@ -96,7 +96,7 @@ def test_chunks_waiting_for_a_cascade_survive_an_offload() -> None:
     world.store("c", 0, True)
     assert (on(world, "host->file"), there(world, HOST)) == (["b"], {"b"})
     world.settle_all()
-    world.stored("c", last_chance=True)
+    world.stored("c", before_eviction=True)
     assert [there(world, tier) for tier in world.sizes] == [{"c"}, {"b"}, {"a"}]
 
 
@@ -104,7 +104,7 @@ def test_a_cascade_goes_down_all_tiers() -> None:
     world = World(Setup(host=1, file=1, more=(1, 1, 1), backup="write_back"))
     for path in "abcde":
         while not world.where(path):
-            world.stored(path, last_chance=True)
+            world.stored(path, before_eviction=True)
             safe(world)
     assert [there(world, tier) for tier in world.sizes] == [{"e"}, {"e"}, {"d"}, {"c"}, {"b"}]
 
@@ -112,10 +112,10 @@ def test_a_cascade_goes_down_all_tiers() -> None:
 def test_a_cascade_that_does_not_fit_changes_nothing() -> None:
     world = three(2, 1, 1, backup="write_back")
     for path in ("a", "b"):
-        safe(world.stored(path, last_chance=True))
+        safe(world.stored(path, before_eviction=True))
     assert (there(world, FILE), there(world, THIRD)) == ({"b"}, {"a"})
     assert world.lookup("a", 0, None)
-    world.stored("c", last_chance=True)
+    world.stored("c", before_eviction=True)
     assert there(world, HOST) == {"b", "c"}
     before, gone = dict(world.resident), dict(world.cache.counters.evictions)
     assert world.flush()  # "c" would take the place of "b", and that the place of "a", which is held
@@ -156,7 +156,7 @@ def test_children_wait_in_each_tier_until_their_parents_are_below() -> None:
 def test_each_route_has_a_rule_of_its_own() -> None:
     rules = ((FILE, "write_back", 2), (THIRD, "write_through_selective", 3))
     world = three(8, 8, 8, into=rules)
-    world.stored("abcdefg", last_chance=True)
+    world.stored("abcdefg", before_eviction=True)
     assert there(world, FILE) == {"a"}  # one slot of the host tier is free, so one must be safe
     assert there(world, THIRD) == set()
     for _ in range(3):
@@ -182,7 +182,7 @@ def test_a_threshold_that_cannot_be_is_refused(threshold: int) -> None:
 
 
 def test_what_a_warmer_tier_would_write_again_stays_below() -> None:
-    world = three(2, 2, 1).stored("a", "b", last_chance=True)
+    world = three(2, 2, 1).stored("a", "b", before_eviction=True)
     assert (there(world, HOST), there(world, FILE)) == ({"a", "b"}, {"a", "b"})
     assert there(world, THIRD) == {"a"}  # for "b" there would be room only if "a" left, and was written again
     assert safe(world).cache.counters.routes["file->third"].chunks == 1

@@ -64,21 +64,21 @@ def wanted(tokens: list[int], *sizes: int) -> dict[int, GroupKeys]:
 
 def leased(cache: TieredCache, lease: Lease) -> int:
     """How many chunks a lease has."""
-    return sum(run.chunks for run in cache.progress(lease).runs)
+    return sum(run.num_chunks for run in cache.progress(lease).runs)
 
 
 def test_the_chunk_with_the_longest_beginning_in_common_is_found() -> None:
     cache = stored(ABC, [*ABC[:8], 108, 0, 0, 0], [*ABC[:4], 104, 105, 106, 1])
     tokens = [*ABC[:8], 108, 109, 7, 7]
     found = lookup(cache, path(tokens), 0.0, prompt_tokens=PromptTokens(tokens, ROOT))
-    assert (found.chunks, found.partial) == (2, Partial(path(ABC)[2], 2))
+    assert (found.num_chunks, found.partial) == (2, Partial(path(ABC)[2], 2))
 
 
 def test_partial_match_of_all_tokens_leaves_one_to_compute() -> None:
     cache = stored(ABC)
     keys = [*path(ABC)[:2], b"by another name".ljust(32, b".")]
     found = lookup(cache, keys, 0.0, prompt_tokens=PromptTokens(ABC, ROOT))
-    assert (found.chunks, found.partial) == (2, Partial(path(ABC)[2], 3))
+    assert (found.num_chunks, found.partial) == (2, Partial(path(ABC)[2], 3))
 
 
 def test_its_first_tokens_are_loaded_with_the_rest() -> None:
@@ -89,7 +89,7 @@ def test_its_first_tokens_are_loaded_with_the_rest() -> None:
     (transfer,) = orders(cache)
     assert (transfer.tokens, transfer.sections) == (2, (Section(0, 0, (5, 6, 7)),))
     assert [item.key for item in transfer.items] == path(ABC)
-    assert order.chunks == 3
+    assert order.num_chunks == 3
     end(cache, [transfer])
     assert cache.progress(found.lease).outcome == (3, (HOST,) * 3)
     cache.release(found.lease)
@@ -123,7 +123,7 @@ def test_first_chunk_may_be_partial_under_its_own_root() -> None:
     assert lookup(cache, path(tokens), 0.0, prompt_tokens=PromptTokens(tokens, ROOT)).partial is None
     commit(cache, 0, ABC)
     found = lookup(cache, path(tokens), 0.0, prompt_tokens=PromptTokens(tokens, ROOT))
-    assert (found.chunks, found.partial) == (0, Partial(path(ABC)[0], 3))
+    assert (found.num_chunks, found.partial) == (0, Partial(path(ABC)[0], 3))
     assert found.lease is not None
 
 
@@ -281,7 +281,7 @@ def test_a_partial_chunk_that_is_lost_keeps_all_away() -> None:
     assert two is not None
     cache.load(one, {0: range(4), 1: range(4, 7)})
     end(cache, orders(cache), Status.CORRUPT)
-    assert cache.load(two, {0: range(4), 1: range(4, 7)}).chunks == 0
+    assert cache.load(two, {0: range(4), 1: range(4, 7)}).num_chunks == 0
     for hold in (one, two):
         cache.release(hold)
     cache.check_integrity()
@@ -355,4 +355,4 @@ def test_tokens_that_a_block_has_not_are_refused(tokens: int) -> None:
     with pytest.raises(CacheError, match="expected device blocks in"):
         cache.load({0: DeviceCopy([Slot(DEVICE, 0, 8)])}, {0: [1]})
     assert cache.take_commands() == []
-    assert cache.load(hold, {0: [0, 1, 2]}, tokens=4).chunks == 3
+    assert cache.load(hold, {0: [0, 1, 2]}, tokens=4).num_chunks == 3

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from longshore.cache import EDGES, State
+from longshore.cache import EDGES, SlotState
 from longshore.cache.pool import STATES, SlotPool, step
 from longshore.errors import StateError
 
@@ -25,8 +25,8 @@ def test_the_table_has_these_edges_and_says_what_each_means() -> None:
     assert all(EDGES.values())
 
 
-@pytest.mark.parametrize(("before", "after"), list(product(State, State)))
-def test_a_slot_moves_along_legal_edges_only(before: State, after: State) -> None:
+@pytest.mark.parametrize(("before", "after"), list(product(SlotState, SlotState)))
+def test_a_slot_moves_along_legal_edges_only(before: SlotState, after: SlotState) -> None:
     pool = SlotPool(1)
     old, new = STATES.index(before), STATES.index(after)
     pool.state[0] = old

@@ -343,7 +343,7 @@ def test_prefetches_that_do_not_fit_together_take_turns() -> None:
     while world.jobs:
         step(world)
     assert (prefetched(world, first), prefetched(world, second)) == (3, None)
-    world.stored("v", last_chance=True)
+    world.stored("v", before_eviction=True)
     assert prefetched(world, first) == 3, "a store takes what the prefetches left"
     world.release(first)
     while world.jobs:

@@ -88,7 +88,7 @@ def check_matches(cache: TieredCache, served: set[str], asked: set[str]) -> None
         keys = [key(path[:end]) for end in range(1, len(path) + 1)]
         length = next((end for end in range(len(path)) if path[: end + 1] not in served), len(path))
         match = lookup(cache, keys, 0.0)
-        assert match.chunks == length
+        assert match.num_chunks == length
         if match.lease is not None:
             cache.release(match.lease)
 
@@ -170,7 +170,7 @@ def test_many_chunks_are_evicted_in_the_order_found(policy: str, length: int) ->
     cache.check_integrity()
     store = cache._state
     assert [store.index.slot[1][node] for node in store.policies[1].order()] == oldest_first
-    assert lookup(cache, keys[-length:], 0.0).chunks == length
+    assert lookup(cache, keys[-length:], 0.0).num_chunks == length
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])

@@ -24,7 +24,7 @@ from longshore.cache import (
     WritePolicy,
     WriteRule,
 )
-from longshore.cache.types import Answer
+from longshore.cache.counters import Answer
 from longshore.errors import CacheError, JobError
 from residents import residents_of
 
@@ -110,7 +110,7 @@ def test_unknown_keys_are_probed_and_not_waited_for() -> None:
     desk.now = 3.0
     found = desk.lookup("abc")
     (probe,) = desk.probes
-    assert found == Found(probes=(probe.probe,), tick=1)
+    assert found == Found(probes=(probe.probe,), request_number=1)
     assert (probe.tier, probe.keys, probe.deadline, probe.ranks) == (STORE, tuple(chunks("abc")), 3.5, 1)
     assert not desk.cache.progress(probe.probe).is_over
     assert desk.lookup("abcd").probes == (probe.probe, desk.probes[1].probe)  # only "abcd" is asked for anew
@@ -128,7 +128,7 @@ def test_single_chunks_are_asked_for_without_a_request() -> None:
     quiet = desk.cache.lookup(paths, 0.0, protect=Protection.NONE, independent=True)
     assert (quiet.probes, quiet.remote_sources) == ((), {0: ["", "", ""]})
     found = desk.cache.lookup(paths, 0.0, protect=Protection.NONE, independent=True, remote_tiers=[STORE])
-    assert (found.tick, found.lease, len(found.probes)) == (None, None, 1)
+    assert (found.request_number, found.lease, len(found.probes)) == (None, None, 1)
     desk.look()
     desk.answer("ab")
     found = desk.cache.lookup(paths, 0.0, protect=Protection.NONE, independent=True, remote_tiers=[STORE])
@@ -146,7 +146,7 @@ def test_only_what_our_tiers_have_not_is_asked_for() -> None:
     desk = Desk()
     desk.store("ab")
     found = desk.lookup("abc")
-    assert (found.chunks, desk.probes[0].keys) == (2, (key("abc"),))
+    assert (found.num_chunks, desk.probes[0].keys) == (2, (key("abc"),))
 
 
 def test_present_keys_are_fetched_into_host_memory_and_matched() -> None:
@@ -160,11 +160,11 @@ def test_present_keys_are_fetched_into_host_memory_and_matched() -> None:
         (key("abc"), key("ab")),
     ]
     assert all(item.source is None and item.destination is not None for item in transfer.items)
-    assert desk.lookup("abcd").chunks == 0
+    assert desk.lookup("abcd").num_chunks == 0
     assert desk.prefetch("abcd") == (job,)  # it is joined
     desk.end()
     found = desk.lookup("abcd")
-    assert (found.chunks, found.remote) == (3, 0)
+    assert (found.num_chunks, found.remote) == (3, 0)
     desk.cache.load(found.lease, {0: [0, 1, 2]})
     desk.look()
     desk.end()
@@ -197,7 +197,7 @@ def test_lapsed_chunk_is_a_counted_miss_and_probed_again() -> None:
     assert desk.resident() == {"a"}
     assert desk.misses() == {MissReason.ABSENT: 3, MissReason.NOT_FOUND: 1, MissReason.AFTER_MISS: 1}
     found = desk.lookup("abc")
-    assert (found.chunks, found.remote) == (1, 0)
+    assert (found.num_chunks, found.remote) == (1, 0)
     assert desk.probes[-1].keys == (key("ab"),)
 
 
@@ -207,7 +207,7 @@ def test_a_store_that_never_answers_costs_nothing_but_counted_misses(status: Sta
     for path in ("abcd", "wxyz"):
         for _ in range(3):
             found = desk.lookup(path)
-            assert (found.chunks, found.remote) == (0, 0)
+            assert (found.num_chunks, found.remote) == (0, 0)
             desk.answer("", present=(False,) * 4, status=status)
     assert desk.answers() == {Answer.NO_ANSWER: 24}
     assert desk.misses() == {MissReason.ABSENT: 24}
@@ -215,7 +215,7 @@ def test_a_store_that_never_answers_costs_nothing_but_counted_misses(status: Sta
     for _ in range(2):  # two slots of 32 at a time are kept for stores
         desk.end(Status.DEADLINE)
     assert desk.cache.counters.drops[STORE][DropReason.WRITE_FAILED] == 4
-    assert (desk.cache.jobs_in_flight, desk.lookup("abcd").chunks) == (0, 4)
+    assert (desk.cache.jobs_in_flight, desk.lookup("abcd").num_chunks) == (0, 4)
 
 
 def test_an_answer_counts_for_so_long() -> None:
@@ -391,7 +391,7 @@ def test_write_back_store_takes_what_is_about_to_leave() -> None:
     assert gone and gone <= sent
     desk.transfers.clear()
     found = desk.lookup("abcdefghijkl")
-    assert found.chunks + found.remote == 12 and found.remote == len(gone)
+    assert found.num_chunks + found.remote == 12 and found.remote == len(gone)
 
 
 def test_remote_writes_hold_few_slots_and_drops_are_counted() -> None:
@@ -426,7 +426,7 @@ def test_the_first_store_that_has_a_chunk_is_read() -> None:
     assert [(str(t.route), keys_of(t)) for t in desk.transfers] == [("near->host", ["a"]), ("far->host", ["ab", "abc"])]
     desk.end()
     desk.end()
-    assert desk.lookup("abc").chunks == 3
+    assert desk.lookup("abc").num_chunks == 3
 
 
 def test_a_fetch_takes_no_room_from_what_others_hold() -> None:

@@ -16,8 +16,8 @@ from longshore.boundary import FILE, HOST, Status, TransferResult
 from longshore.cache import CacheGroup, CacheSettings, Protection, TieredCache, TierSpec, WritePolicy
 from longshore.cache.eviction import ARC, LRU, EvictionPolicy, Gittins
 from longshore.errors import CacheError
-from longshore.runtime import containment
-from longshore.runtime.containment import CallLog
+from longshore.runtime import error_handler
+from longshore.runtime.error_handler import CallLog
 from residents import residents_of
 
 
@@ -45,7 +45,7 @@ def test_a_hundred_branches_over_a_shared_prefix_fifty_released() -> None:
     assert cache.leases == 50
     cache.check_integrity()
     assert evictable(cache, branches) == 50
-    assert all(lookup(cache, branch, 0.0).chunks == 4 for branch in branches[50:])
+    assert all(lookup(cache, branch, 0.0).num_chunks == 4 for branch in branches[50:])
 
 
 @pytest.mark.parametrize("policy", [LRU, ARC, Gittins])
@@ -57,12 +57,12 @@ def test_overlapping_lookups_in_a_step_leave_the_order_whole(
     settings = CacheSettings(groups=(CacheGroup(block_size=4, window=1 << 40 if alone else None),))
     cache = TieredCache([TierSpec(HOST, size, IMAGE_BYTES, policy)], settings)
     keys = [i.to_bytes(32, "big") for i in range(size)]
-    tick = lookup(cache, keys, 0.0).tick
-    job = store(cache, keys, tick=tick).job
+    number = lookup(cache, keys, 0.0).request_number
+    job = store(cache, keys, request_number=number).job
     cache.apply_results([TransferResult(job, (Status.OK,) * size)], 0.0)
     for _ in range(3):
-        residency(cache, keys, Protection.STEP, tick=tick)
-        residency(cache, keys[5 : size - 5], Protection.STEP, tick=tick)
+        residency(cache, keys, Protection.STEP, request_number=number)
+        residency(cache, keys[5 : size - 5], Protection.STEP, request_number=number)
         assert (cache.leases, cache.protected) == (0, size), "a chunk that two lookups have found is protected once"
         assert store(cache, [b"new".ljust(32)]).job is None  # it needs room, and all is protected
         cache.end_step()
@@ -135,7 +135,7 @@ def test_overlapping_requests_by_chance_leave_every_structure_whole(seed: int) -
 @pytest.mark.parametrize("seed", range(deep(4, 12)))
 def test_logged_calls_made_again_lead_to_the_same_state(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Although idle calls are left out of the log."""
-    monkeypatch.setattr(containment, "_KEPT", 1 << 20)
+    monkeypatch.setattr(error_handler, "_KEPT", 1 << 20)
     storm = cache_soak.Storm(seed)
     monkeypatch.setattr(storm, "restart", lambda: None)  # the calls are those of one cache
     log, asked = CallLog(storm.cache, lambda error: None), 0

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from longshore.boundary import DEVICE, FILE, HOST, Slot, Status, TransferResult
-from longshore.cache import EDGES, DeviceCopy, GroupKeys, Lease, Retention, State
+from longshore.cache import EDGES, DeviceCopy, GroupKeys, Lease, Retention, SlotState
 from longshore.errors import CacheError, JobError, LeaseError
 
 paths = st.sampled_from(PATHS)
@@ -141,14 +141,14 @@ class Tiers(Machine):
     @rule(
         path=paths,
         first=st.sampled_from((0, 0, 1, 2)),
-        last_chance=st.booleans(),
+        before_eviction=st.booleans(),
         retention=st.sampled_from(RETENTION),
         prompt=st.sampled_from((None, None, 1, 3)),
     )
     def store(
-        self, path: str, first: int, last_chance: bool, retention: tuple[Retention, ...], prompt: int | None
+        self, path: str, first: int, before_eviction: bool, retention: tuple[Retention, ...], prompt: int | None
     ) -> None:
-        self.world.store(path, min(first, len(path) - 1), last_chance, retention, prompt)
+        self.world.store(path, min(first, len(path) - 1), before_eviction, retention, prompt)
 
     @rule(path=long_paths)
     def store_and_settle(self, path: str) -> None:
@@ -195,9 +195,9 @@ class Tiers(Machine):
             (CacheError, "lookup", ({0: GroupKeys([b"", keys[0]])}, world.now), {}),
             (CacheError, "lookup", ({0: GroupKeys(["a", 7])}, world.now), {}),  # type: ignore[list-item]
             (CacheError, "lookup", ({0: GroupKeys(["a", 7])}, world.now), {"independent": True}),  # type: ignore[list-item]
-            (CacheError, "lookup", (path, world.now), {"tick": 10**9}),
-            (CacheError, "store", (path, {0: tuple(range(3 * per_chunk))}), {"tick": 0}),
-            (CacheError, "store", (path,), {"tick": 10**9}),
+            (CacheError, "lookup", (path, world.now), {"request_number": 10**9}),
+            (CacheError, "store", (path, {0: tuple(range(3 * per_chunk))}), {"request_number": 0}),
+            (CacheError, "store", (path,), {"request_number": 10**9}),
             (CacheError, "store", (path, {0: tuple(range(3 * per_chunk - 1))}), {}),
             (CacheError, "store", (path, {0: (-1, *range(3 * per_chunk - 1))}), {}),
             (CacheError, "store", (path, {0: (*range(3 * per_chunk - 1), size)}), {}),
@@ -233,7 +233,9 @@ class Tiers(Machine):
 
 
 @pytest.mark.usefixtures("short_batches")
-def test_random_paths_keep_every_promise(edges_taken: Counter[tuple[State, State]], methods_called: set[str]) -> None:
+def test_random_paths_keep_every_promise(
+    edges_taken: Counter[tuple[SlotState, SlotState]], methods_called: set[str]
+) -> None:
     Tiers.begun_alike = 0
     thorough = run(Tiers, 3)
     if thorough and not (Tiers.begun_alike and set(edges_taken) == set(EDGES)):

@@ -155,10 +155,12 @@ class Prompts:
             if found.lease is not None:
                 leases.append(found.lease)
                 if dice.random() < 0.5:
-                    cache.load(found.lease, {0: range(found.chunks)})
-            prompts.append([*prompt[: found.chunks], *names(step, int(3 * 40 ** dice.random()))])
-            new = len(prompts[-1]) - found.chunks
-            cache.store({0: GroupKeys(prompts[-1], found.chunks)}, {0: range(new)}, tick=found.tick)
+                    cache.load(found.lease, {0: range(found.num_chunks)})
+            prompts.append([*prompt[: found.num_chunks], *names(step, int(3 * 40 ** dice.random()))])
+            new = len(prompts[-1]) - found.num_chunks
+            cache.store(
+                {0: GroupKeys(prompts[-1], found.num_chunks)}, {0: range(new)}, request_number=found.request_number
+            )
             self.move()
             while leases and (len(leases) > 3 or dice.random() < 0.7):
                 cache.release(leases.pop(dice.randrange(len(leases))))
@@ -178,7 +180,7 @@ def test_chunk_back_in_a_warmer_tier_is_kept_below(seed: int, monkeypatch: pytes
     def spy(self: Evictor, node: int, tier: int, pool: int) -> bool:
         nonlocal spared
         passed = is_passed_over(self, node, tier, pool)
-        spared += passed and self._is_warmer(node, tier) and self.may_go(node, tier)
+        spared += passed and self._is_warmer(node, tier) and self.can_evict(node, tier)
         return passed
 
     monkeypatch.setattr(Evictor, "_is_passed_over", spy)

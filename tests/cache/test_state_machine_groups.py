@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from longshore.boundary import FILE, HOST, Status, TransferResult
-from longshore.cache import EDGES, GroupKeys, Lease, State
+from longshore.cache import EDGES, GroupKeys, Lease, SlotState
 from longshore.errors import CacheError, JobError, LeaseError
 
 PROMPTS = ("aaaaaa", "aaaabb", "aabaaa", "bbaaaa")
@@ -94,15 +94,15 @@ class Several(Machine):
 
     # blocks
 
-    @rule(path=prompts, end=ends, first=st.sampled_from((0, 0, 1, 2)), last_chance=st.booleans())
-    def store(self, path: str, end: int, first: int, last_chance: bool) -> None:
+    @rule(path=prompts, end=ends, first=st.sampled_from((0, 0, 1, 2)), before_eviction=st.booleans())
+    def store(self, path: str, end: int, first: int, before_eviction: bool) -> None:
         """All groups have come so far."""
         for group in range(self.world.setup.groups):
             count = end // letters(group)
             if first < count and group:
-                self.world.store_alone(path[: count * letters(group)], group, first, last_chance)
+                self.world.store_alone(path[: count * letters(group)], group, first, before_eviction)
             elif first < count:
-                self.world.store(path[:count], first, last_chance)
+                self.world.store(path[:count], first, before_eviction)
 
     @rule(path=prompts)
     def store_and_settle(self, path: str) -> None:
@@ -233,7 +233,7 @@ class Several(Machine):
 
 @pytest.mark.usefixtures("short_batches")
 def test_random_paths_of_several_groups_keep_every_promise(
-    edges_taken: Counter[tuple[State, State]], methods_called: set[str]
+    edges_taken: Counter[tuple[SlotState, SlotState]], methods_called: set[str]
 ) -> None:
     thorough = run(Several, 1)
     assert set(edges_taken) <= set(EDGES), "an illegal edge was taken"

@@ -1,4 +1,4 @@
-"""`longshore vllm-config`."""
+"""`longshore vllm-config`, and `longshore config`, the reference of all settings."""
 
 from __future__ import annotations
 
@@ -84,3 +84,29 @@ def test_every_setting_can_be_set_or_is_refused_with_reason(setting: str, tmp_pa
         assert Config.make(**ours) == Config.make(host_size="1MiB", **{setting: text})
     with pytest.raises(ConfigError, match=f"'{setting}s' is not a setting"):
         printed("--host-size", "1MiB", "--set", f"{setting}s={text}")
+
+
+def listed(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["config", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.output
+
+
+def test_config_lists_every_setting_with_values_default_and_meaning() -> None:
+    lines = [line.strip() for line in listed().splitlines()]
+    for name, section, values, default, meaning in Config.reference():
+        at = lines.index(f"{name}: {values}; default: {default or 'unset'}")
+        assert lines[at + 1] == meaning
+        assert section in lines[:at]
+
+
+def test_config_lists_only_the_settings_named() -> None:
+    lines = listed("salt", "load_timeout").splitlines()
+    assert [line.split(":")[0].strip() for line in lines if "; default: " in line] == ["load_timeout", "salt"]
+    (salt,) = json.loads(listed("salt", "--json"))["settings"]
+    assert (salt["name"], salt["values"], salt["default"]) == ("salt", "text", "")
+
+
+def test_config_of_an_unknown_setting_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="'gatee' is not a setting; did you mean 'gate'"):
+        listed("gatee")

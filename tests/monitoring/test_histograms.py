@@ -10,9 +10,9 @@ from prometheus_client.samples import Sample
 from longshore import __version__
 from longshore.boundary import Route, Status, Transfer, TransferResult
 from longshore.cache import GroupKeys, TieredCache, TierSpec
-from longshore.cache.types import Histogram
+from longshore.cache.counters import Histogram
 from longshore.metrics import LongshoreCollector
-from longshore.monitoring.metric_names import EVICTED_AGE_SECONDS, LOOKUP_SECONDS, METRICS
+from longshore.monitoring.metric_table import EVICTED_AGE_SECONDS, LOOKUP_SECONDS, METRICS
 from longshore.runtime import Runtime
 from scripted import Scripted
 
@@ -136,7 +136,7 @@ def test_the_age_of_evicted_chunks_is_observed(alone: bool, slots: int) -> None:
         cache.apply_results((), now)
         keys = path(*range(first, first + slots))
         for part in [keys] if not alone else [[key] for key in keys]:
-            cache.store({0: GroupKeys(part)}, {0: tuple(range(len(part)))}, last_chance=True)
+            cache.store({0: GroupKeys(part)}, {0: tuple(range(len(part)))}, before_eviction=True)
             transfers = [each for each in cache.take_commands() if isinstance(each, Transfer)]
             cache.apply_results([TransferResult(each.job, (Status.OK,) * len(each.items)) for each in transfers], now)
     ages = cache.counters.histograms[EVICTED_AGE_SECONDS]["host"]
@@ -160,7 +160,7 @@ def test_chunks_of_an_earlier_process_have_no_age() -> None:
     cache = TieredCache([TierSpec("host", 2, IMAGE)])
     cache.adopt("host", [(0, path(0)[0], None, 0), (1, path(1)[0], None, 0)])
     cache.apply_results((), 50.0)
-    cache.store({0: GroupKeys(path(2))}, {0: (0,)}, last_chance=True)
+    cache.store({0: GroupKeys(path(2))}, {0: (0,)}, before_eviction=True)
     assert cache.counters.evictions["host"] >= 1
     assert sum(cache.counters.histograms[EVICTED_AGE_SECONDS]["host"].counts) == 0
 

@@ -126,8 +126,12 @@ def cache(folder: Path, dice: random.Random) -> Iterator[Round]:
             del recent[:-50]
             found = made.lookup({0: GroupKeys(keys)}, 0.0)
             if found.lease is not None:
-                made.load(found.lease, {0: range(found.chunks)})
-            made.store({0: GroupKeys(keys, found.chunks)}, {0: range(len(keys) - found.chunks)}, tick=found.tick)
+                made.load(found.lease, {0: range(found.num_chunks)})
+            made.store(
+                {0: GroupKeys(keys, found.num_chunks)},
+                {0: range(len(keys) - found.num_chunks)},
+                request_number=found.request_number,
+            )
             while orders := [each for each in made.take_commands() if isinstance(each, Transfer)]:
                 made.apply_results([TransferResult(each.job, (Status.OK,) * len(each.items)) for each in orders], 0.0)
             if found.lease is not None:

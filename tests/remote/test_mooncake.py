@@ -538,7 +538,7 @@ def test_two_stacks_share_blocks_and_memory_with_the_client(mooncake: LocalMoonc
     with open_stack(config, layout, scope, CpuDevice()) as reader:
         fetch_and_wait(reader.runtime, path, 0, 16, TIMEOUT)
         with reader.runtime.transaction() as cache:
-            assert cache.lookup({0: path}, reader.runtime.clock(), remote_tiers=()).chunks == 8
+            assert cache.lookup({0: path}, reader.runtime.clock(), remote_tiers=()).num_chunks == 8
 
 
 def test_an_arena_that_is_not_shared_is_refused(mooncake: LocalMooncake) -> None:

@@ -70,7 +70,7 @@ def served(stack: Stack, prompt: int) -> int:
         found = cache.lookup({0: path}, stack.runtime.clock(), remote_tiers=())
         if found.lease is not None:
             cache.release(found.lease)
-    return found.chunks
+    return found.num_chunks
 
 
 def probes(stack: Stack) -> int:
@@ -115,7 +115,7 @@ def test_what_is_behind_an_orphan_is_fetched(opened: Callable[..., Stack], first
     ROWS[1][:] = 0
     with reader.runtime.transaction() as cache:
         assert (
-            cache.lookup({0: path}, 0.0, protect=Protection.NONE).chunks == first
+            cache.lookup({0: path}, 0.0, protect=Protection.NONE).num_chunks == first
         )  # the two, from their own parent on
     names = {}
     for part in [keys[:2]] * (not first) + [keys[4:]]:
@@ -124,7 +124,7 @@ def test_what_is_behind_an_orphan_is_fetched(opened: Callable[..., Stack], first
         names.update(sent)
     with reader.runtime.transaction() as cache:
         found = cache.lookup({0: path}, reader.runtime.clock(), remote_tiers=())
-    assert found.chunks == CHUNKS - first
+    assert found.num_chunks == CHUNKS - first
     jobs: list[int] = []
     sources = reader.load_path(found, path, range(CHUNKS - first), lambda job, _: jobs.append(job), origins=names)
     assert sources[4 - first :] == [REMOTE] * (CHUNKS - 4)
@@ -185,7 +185,7 @@ def test_hung_store_does_not_delay_long_prompts(
     os.kill(server.pid, signal.SIGSTOP)
     try:
         stored = stack.store_path(
-            GroupKeys(keys_of(0)), range(CHUNKS), lambda job, blocks: None, last_chance=True, timeout=TIMEOUT
+            GroupKeys(keys_of(0)), range(CHUNKS), lambda job, blocks: None, before_eviction=True, timeout=TIMEOUT
         )
         under_way = [each.transfer.route.destination for each in stack.runtime._running.values()]
         assert (stored, REMOTE in under_way) == (CHUNKS, True)

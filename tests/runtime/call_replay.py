@@ -1,4 +1,4 @@
-"""Makes the calls of a log that `longshore.runtime.containment` has written again: python call_replay.py LOG"""
+"""Makes the calls of a log that `longshore.runtime.error_handler` has written again: python call_replay.py LOG"""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from longshore.cache import TieredCache
 from longshore.errors import LongshoreError, TraceError
-from longshore.runtime.containment import LOOPS_OWN, WrittenCalls, is_fault
+from longshore.runtime.error_handler import LOOPS_OWN, WrittenCalls, is_fault
 
 
 def replay(path: Path, cache: TieredCache | None = None) -> TieredCache:

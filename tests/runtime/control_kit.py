@@ -43,7 +43,7 @@ class Engine:
         self.server = ControlServer(name, engine)
 
     def keys(self, tokens: Sequence[int]) -> list[Key]:
-        return chain(self.stack.scope.root, tokens, TOKENS)
+        return chain(self.stack.scope.digest, tokens, TOKENS)
 
     def store(self, tokens: Sequence[int]) -> None:
         """Store all chunks of a prompt, and wait for that."""

@@ -28,7 +28,7 @@ class Rig:
         keys = [bytes([self._keys + i]) * 32 for i in range(len(blocks))]
         self._keys += len(blocks)
         with self.runtime.transaction() as cache:
-            job = cache.store({0: GroupKeys(keys)}, {0: blocks}, last_chance=True)[0].job
+            job = cache.store({0: GroupKeys(keys)}, {0: blocks}, before_eviction=True)[0].job
         assert job is not None
         self.guard.add(job, blocks)
         return job

@@ -158,7 +158,7 @@ def test_clear_leaves_what_a_request_holds_or_loads(opened: Opened, tmp_path: Pa
     with runtime.transaction() as cache:
         cache.load(found.lease, {0: range(4)})
     outcome = runtime.wait_load(found.lease, TIMEOUT).outcome
-    assert outcome is not None and outcome.chunks == 4
+    assert outcome is not None and outcome.num_chunks == 4
     with runtime.transaction() as cache:
         cache.release(found.lease)
     assert engine.leading(prompt(2)) == 0

@@ -15,7 +15,7 @@ from longshore.boundary import DEVICE as ON_DEVICE
 from longshore.boundary import FILE as IN_FILE
 from longshore.boundary import HOST as IN_HOST
 from longshore.boundary import REMOTE, Key, Probe, ProbeResult, Route, Status, StoredChunk, Transfer, TransferResult
-from longshore.cache import CacheSettings, GroupKeys, State, TieredCache, TierSpec, WritePolicy, remote
+from longshore.cache import CacheSettings, GroupKeys, SlotState, TieredCache, TierSpec, WritePolicy, remote
 from longshore.cache.events import Event, EventKind
 from longshore.cache.eviction import LRU
 from longshore.config import Config
@@ -185,7 +185,7 @@ class Storm:
 
     def check(self, router: Router, *, exactly: bool) -> tuple[int, int]:
         """How many copies in the store the router knows, and how many of them the store has evicted unseen."""
-        residents = [each for each in residents_of(self.cache) if each.state is State.READY]
+        residents = [each for each in residents_of(self.cache) if each.state is SlotState.READY]
         for tier, place in ((IN_HOST, HOST), (IN_FILE, FILE)):
             assert router.blocks[place] == {block_hash(each.key) for each in residents if each.slot.tier == tier}
         known = router.blocks[store(REMOTE)]

@@ -79,7 +79,7 @@ def test_failed_upstream_items_and_items_behind_them_are_not_copied(
     assert [item.key for item in copying.items] == path(1)
     assert copying.sections[0].blocks == left
     rig.device.end()
-    assert rig.runtime.wait_load(hold, 0.0).outcome.chunks == 1
+    assert rig.runtime.wait_load(hold, 0.0).outcome.num_chunks == 1
     assert rig.misses() == {"corrupt": 1, "after_miss": 1}
     rig.check_idle()
 
@@ -93,7 +93,7 @@ def test_failed_item_of_a_group_is_counted_and_others_behind() -> None:
         found = cache.lookup({group: GroupKeys(keys) for group, keys in groups.items()}, rig.now)
         assert found.lease is not None
         order = cache.load(found.lease, {0: [1, 2, 3], 1: [4, 5]})
-        assert order.chunks == 5
+        assert order.num_chunks == 5
     rig.files.end(Status.OK, Status.OK, Status.OK, Status.CORRUPT, Status.OK)
     rig.runtime.pump()
     rig.device.end()

@@ -156,7 +156,7 @@ def test_no_record_from_before_a_reset_is_found(tmp_path: Path) -> None:
     assert machine.runtime.flush(10.0)
     with machine.runtime.transaction() as cache:
         assert cache.reset() == 1
-        assert cache.lookup({0: GroupKeys(path(2))}, 0.0).chunks == 0
+        assert cache.lookup({0: GroupKeys(path(2))}, 0.0).num_chunks == 0
         cache.store({0: GroupKeys(path(1, first=7))}, {0: [3]})
     assert machine.runtime.flush(10.0)
     assert machine.file.generation == 1

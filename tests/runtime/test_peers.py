@@ -68,7 +68,7 @@ def serve(prefiller: Stack) -> Iterator[Serve]:
 
     def start(url: str = "valkey://127.0.0.1:{port}", coming: set[bytes] = frozenset()) -> PeerServer:  # type: ignore[assignment]
         assert prefiller.host is not None
-        source = TierSource(prefiller.runtime, prefiller.host, lambda: prefiller.scope.root, coming.__contains__)
+        source = TierSource(prefiller.runtime, prefiller.host, lambda: prefiller.scope.digest, coming.__contains__)
         made.append(PeerServer(url.replace("{port}", str(free_port())), source))
         return made[-1]
 
@@ -90,7 +90,7 @@ def test_another_engine_reads_what_the_tiers_of_one_have(prefiller: Stack, serve
             with decoder.runtime.transaction() as cache:
                 looked = cache.lookup({0: GroupKeys(KEYS[:3])}, decoder.runtime.clock(), protect=Protection.NONE)
                 cache.prefetch({0: GroupKeys(KEYS[:3])}, decoder.runtime.clock())
-                found = looked.chunks
+                found = looked.num_chunks
             time.sleep(0.01)
         assert found == 3
         with decoder.runtime.transaction() as cache:
@@ -114,9 +114,9 @@ def test_what_is_computed_or_stored_is_coming(prefiller: Stack, serve: Serve) ->
     server = serve(coming={KEYS[3]})
     session = session_of(server)
     try:
-        name = address(prefiller.scope.root, KEYS[3])
+        name = address(prefiller.scope.digest, KEYS[3])
         assert session.call(b"STRLEN", name, deadline=soon()) == COMING
-        names = [address(prefiller.scope.root, key) for key in (*KEYS, bytes(32))]
+        names = [address(prefiller.scope.digest, key) for key in (*KEYS, bytes(32))]
         assert session.lengths(names, soon()) == [VALUE] * 3 + [0, 0]  # for clients that know no better, it is absent
     finally:
         session.close()
@@ -137,7 +137,7 @@ def test_nothing_is_written_or_told_without_the_password(
     (tmp_path / "wrong").write_text("guess\n")
     server = serve(f"valkey://0.0.0.0:{{port}}?password_file={tmp_path}/right")
     here = parse_url(f"valkey://127.0.0.1:{server.settings.port}?{PATIENT}")
-    name = address(prefiller.scope.root, KEYS[0])
+    name = address(prefiller.scope.digest, KEYS[0])
     with pytest.raises(Exception, match="NOAUTH"):
         RespStore(here, time.monotonic, 8192).connect().lengths([name], soon())
     wrong = parse_url(f"valkey://127.0.0.1:{server.settings.port}?{PATIENT}&password_file={tmp_path}/wrong")
@@ -181,7 +181,7 @@ def test_garbage_ends_the_connection_and_nothing_else(
 
 
 def test_commands_arrive_in_pieces(prefiller: Stack, serve: Serve) -> None:
-    name = address(prefiller.scope.root, KEYS[0])
+    name = address(prefiller.scope.digest, KEYS[0])
     with connected(serve()) as client:
         for byte in b"*2\r\n$6\r\nSTRLEN\r\n$%d\r\n%b\r\n*1\r\n$4\r\nping\r\n" % (len(name), name):
             client.sendall(bytes([byte]))
@@ -196,7 +196,7 @@ def test_values_that_are_asked_for_together_come_in_order(prefiller: Stack, serv
     assert prefiller.runtime.flush(TIMEOUT)
     with prefiller.runtime.transaction() as cache:
         assert cache.discard([KEYS[1]], HOST) == 1
-    names = [address(prefiller.scope.root, key) for key in (*KEYS, KEYS[1])] * 100
+    names = [address(prefiller.scope.digest, key) for key in (*KEYS, KEYS[1])] * 100
     gets = [b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(name), name) for name in names]
     ping = b"*1\r\n$4\r\nPING\r\n"
     server = serve()
@@ -225,7 +225,7 @@ def test_a_client_that_does_not_read_keeps_no_slot(
     monkeypatch.setattr(peer_server, "_LATE_SECONDS", 0.05)
     server = serve()
     with connected(server) as client:
-        get_without_reading(client, address(prefiller.scope.root, KEYS[0]))
+        get_without_reading(client, address(prefiller.scope.digest, KEYS[0]))
         until(lambda: is_answered(client) and jobs_of(prefiller) == 1)
         until(lambda: not server.deadlines)
         with contextlib.suppress(ConnectionError):
@@ -236,7 +236,7 @@ def test_a_client_that_does_not_read_keeps_no_slot(
 def test_a_client_that_is_killed_keeps_no_slot(prefiller: Stack, serve: Serve) -> None:
     server = serve()
     client = connected(server)
-    get_without_reading(client, address(prefiller.scope.root, KEYS[0]))
+    get_without_reading(client, address(prefiller.scope.digest, KEYS[0]))
     until(lambda: is_answered(client) and jobs_of(prefiller) == 1)
     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     client.close()  # as the kernel does for a process that is killed
@@ -247,7 +247,7 @@ def test_a_client_that_is_killed_keeps_no_slot(prefiller: Stack, serve: Serve) -
 def test_closing_drops_clients_and_what_is_sent(prefiller: Stack, serve: Serve) -> None:
     server = serve()
     with connected(server) as client, connected(server) as idle:
-        get_without_reading(client, address(prefiller.scope.root, KEYS[0]))
+        get_without_reading(client, address(prefiller.scope.digest, KEYS[0]))
         until(lambda: is_answered(client) and jobs_of(prefiller) == 1 and len(server.deadlines) == 2)
         server.close()
         assert not server.deadlines
@@ -338,7 +338,7 @@ def test_tls(prefiller: Stack, serve: Serve, tmp_path: Path, monkeypatch: pytest
     server = serve(f"valkeys://127.0.0.1:{{port}}?cert_file={certificate}&key_file={private}")
     session = session_of(server, f"&ca_file={certificate}")
     try:
-        assert session.lengths([address(prefiller.scope.root, KEYS[0])], soon()) == [VALUE]
+        assert session.lengths([address(prefiller.scope.digest, KEYS[0])], soon()) == [VALUE]
     finally:
         session.close()
     with connected(server) as client, contextlib.suppress(ConnectionError):
@@ -362,10 +362,10 @@ def test_tls(prefiller: Stack, serve: Serve, tmp_path: Path, monkeypatch: pytest
 
 def test_other_weights_are_not_served_under_an_old_name(prefiller: Stack, serve: Serve) -> None:
     """They have changed between a question and a read."""
-    names = iter([prefiller.scope.root])
+    names = iter([prefiller.scope.digest])
     assert prefiller.host is not None
     source = TierSource(prefiller.runtime, prefiller.host, lambda: next(names, bytes(32)))
-    name = address(prefiller.scope.root, KEYS[0])
+    name = address(prefiller.scope.digest, KEYS[0])
     assert source.lengths([name]) == [VALUE]
     with source.held([name]) as (value,):
         assert value is None
@@ -391,10 +391,10 @@ def test_a_read_that_fails_keeps_no_slot(
         return done
 
     assert prefiller.host is not None
-    source = TierSource(prefiller.runtime, prefiller.host, lambda: prefiller.scope.root)
+    source = TierSource(prefiller.runtime, prefiller.host, lambda: prefiller.scope.digest)
     monkeypatch.setattr(prefiller.runtime, "_pump", faulty)
     faults.append(OSError("a mover"))
-    with pytest.raises(OSError, match="a mover"), source.held([address(prefiller.scope.root, KEYS[0])]):
+    with pytest.raises(OSError, match="a mover"), source.held([address(prefiller.scope.digest, KEYS[0])]):
         pass
     assert not faults
 
@@ -414,7 +414,7 @@ def test_what_was_sent_to_a_client_that_leaves_is_counted(
     monkeypatch.setattr(peer_server, "_SEND_BYTES", 1)  # each value at once
     server = serve()
     server._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # of clients, too
-    name = address(prefiller.scope.root, KEYS[0])
+    name = address(prefiller.scope.digest, KEYS[0])
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", server.settings.port))
@@ -430,17 +430,17 @@ def test_what_was_sent_to_a_client_that_leaves_is_counted(
 def test_a_file_without_room_above_is_absent(prefiller: Stack, serve: Serve) -> None:
     assert prefiller.runtime.flush(TIMEOUT)
     assert prefiller.host is not None
-    source = TierSource(prefiller.runtime, prefiller.host, lambda: prefiller.scope.root)
+    source = TierSource(prefiller.runtime, prefiller.host, lambda: prefiller.scope.digest)
     with prefiller.runtime.transaction() as cache:
         assert cache.discard([KEYS[2]], HOST) == 1
         leased = [bytes([turn]) * 32 for turn in range(64)]
         blocks = cache.store({0: GroupKeys(leased)})[0]  # slots that the engine fills itself, and does not
         assert blocks.job is not None
-    with source.held([address(prefiller.scope.root, KEYS[2])]) as (value,):
+    with source.held([address(prefiller.scope.digest, KEYS[2])]) as (value,):
         assert value is None
     with prefiller.runtime.transaction() as cache:
         cache.release(blocks.job)
-    with source.held([address(prefiller.scope.root, KEYS[2])]) as (value,):
+    with source.held([address(prefiller.scope.digest, KEYS[2])]) as (value,):
         assert value is not None
 
 
@@ -449,7 +449,7 @@ def test_reads_of_peers_are_no_requests(prefiller: Stack, serve: Serve) -> None:
         before = cache.counters.hits.copy()
     session = session_of(serve())
     for key in KEYS[:3]:
-        session.call(b"GET", address(prefiller.scope.root, key), deadline=soon())
+        session.call(b"GET", address(prefiller.scope.digest, key), deadline=soon())
     session.close()
     with prefiller.runtime.locked() as cache:
         assert cache.counters.hits == before
@@ -503,7 +503,7 @@ class Peers:
 
 @pytest.fixture
 def peers(prefiller: Stack) -> Iterator[Peers]:
-    made = Peers(prefiller.scope.root)
+    made = Peers(prefiller.scope.digest)
     yield made
     made.tier.close()
     made.arena.close()
@@ -550,8 +550,8 @@ def test_the_number_of_peers_is_bounded(peers: Peers, monkeypatch: pytest.Monkey
 def test_a_slot_is_not_written_while_it_is_sent(prefiller: Stack, serve: Serve) -> None:
     """A client that does not read: the chunk cannot be evicted from its slot meanwhile, and can afterwards."""
     assert prefiller.host is not None
-    source = TierSource(prefiller.runtime, prefiller.host, lambda: prefiller.scope.root)
-    name = address(prefiller.scope.root, KEYS[0])
+    source = TierSource(prefiller.runtime, prefiller.host, lambda: prefiller.scope.digest)
+    name = address(prefiller.scope.digest, KEYS[0])
     with source.held([name]) as (value,):
         assert value is not None
         before = bytes(value[1])

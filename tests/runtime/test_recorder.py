@@ -158,7 +158,7 @@ def test_the_engine_does_not_wait_for_a_file_that_hangs(tmp_path: Path, monkeypa
     assert hanging.wait(30.0)
     rig.store(2)  # all of this goes on while the file hangs
     with rig.runtime.transaction() as cache:
-        assert cache.lookup({0: GroupKeys([bytes([1]) * 32])}, NOW).chunks == 1
+        assert cache.lookup({0: GroupKeys([bytes([1]) * 32])}, NOW).num_chunks == 1
     assert not go_on.is_set()
     go_on.set()
     rig.recorder.close()

@@ -11,7 +11,7 @@ import torch
 
 from longshore.boundary import HOST, Slabs
 from longshore.cache import CacheSettings, DropReason, Found, GroupKeys, MissReason, TieredCache, TierSpec
-from longshore.cache.types import Answer
+from longshore.cache.counters import Answer
 from longshore.layout import KVLayout, from_rows
 from longshore.runtime import BackgroundLoop, KeyedMover, Runtime
 from longshore.testing import KeyStore, StoreFault
@@ -82,7 +82,7 @@ class Machine:
         with self.runtime.transaction() as cache:
             jobs = cache.prefetch({0: GroupKeys(KEYS)}, self.runtime.clock())
         assert self.runtime.wait_jobs(jobs, TIMEOUT)
-        return self.lookup().chunks
+        return self.lookup().num_chunks
 
     def load(self) -> torch.Tensor:
         """All that is matched, in rows that were poisoned before."""
@@ -90,12 +90,12 @@ class Machine:
         with self.runtime.transaction() as cache:
             found = cache.lookup({0: GroupKeys(KEYS)}, self.runtime.clock())
             assert found.lease is not None
-            cache.load(found.lease, {0: range(12, 12 + found.chunks)})
+            cache.load(found.lease, {0: range(12, 12 + found.num_chunks)})
         outcome = self.runtime.wait_load(found.lease, TIMEOUT).outcome
         with self.runtime.transaction() as cache:
             cache.release(found.lease)
-        assert outcome.chunks == found.chunks
-        return self.rows[12 : 12 + found.chunks].clone()
+        assert outcome.num_chunks == found.num_chunks
+        return self.rows[12 : 12 + found.num_chunks].clone()
 
     def misses(self) -> dict[MissReason, int]:
         return {reason: count for reason, count in self.cache.counters.misses.items() if count}
@@ -178,7 +178,7 @@ def test_a_silent_store_costs_nothing_but_counted_misses() -> None:
     written = machine.offload(3)
     for _ in range(3):
         found = machine.lookup()
-        assert (found.chunks, found.remote) == (3, 0)  # what is ours is there all the while
+        assert (found.num_chunks, found.remote) == (3, 0)  # what is ours is there all the while
         assert machine.runtime.wait_jobs(found.probes, TIMEOUT)
     machine.settle()
     assert machine.store.fired[StoreFault.SILENT] > 0

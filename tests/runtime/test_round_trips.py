@@ -127,9 +127,9 @@ def test_what_a_restart_finds(tmp_path: Path) -> None:
         assert torch.equal(rows[7:10], rows[:3])
         with second.runtime.transaction() as cache:
             cache.reset()
-            assert cache.lookup({0: GroupKeys(KEYS)}, 0.0).chunks == 0
+            assert cache.lookup({0: GroupKeys(KEYS)}, 0.0).num_chunks == 0
     with open_stack(config, layout, scope, device_for(layout)) as third, third.runtime.transaction() as cache:
-        assert cache.lookup({0: GroupKeys(KEYS)}, 0.0).chunks == 0  # a reset outlives the process
+        assert cache.lookup({0: GroupKeys(KEYS)}, 0.0).num_chunks == 0  # a reset outlives the process
 
 
 class WithoutParent:
@@ -166,7 +166,7 @@ class WithoutParent:
         return {each.key: each.slot.index for each in residents_of(self.cache) if each.slot.tier == FILE}
 
     def found(self, first: int) -> int:
-        return self.cache.lookup({0: GroupKeys(self.path, first)}, 0.0, protect=Protection.NONE).chunks
+        return self.cache.lookup({0: GroupKeys(self.path, first)}, 0.0, protect=Protection.NONE).num_chunks
 
     def put(self, keys: list[bytes]) -> list[bytes]:
         """Store these, in host memory and files; which were not there."""
@@ -225,7 +225,7 @@ def test_another_scope_finds_nothing(tmp_path: Path) -> None:
         with open_stack(config, layout, scope, device_for(layout)) as opened:
             with opened.runtime.transaction() as cache:
                 match = cache.lookup({0: GroupKeys(KEYS)}, 0.0)
-                assert match.chunks == found
+                assert match.num_chunks == found
                 if match.lease is not None:
                     cache.release(match.lease)
             if not found:

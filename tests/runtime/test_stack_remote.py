@@ -67,7 +67,7 @@ def test_what_one_engine_stored_another_one_is_served(tmp_path: Path, with_files
             found = cache.lookup({0: GroupKeys(KEYS)}, stack.runtime.clock())
             assert found.lease is not None
             cache.load(found.lease, {0: [4, 5, 6]})
-        assert stack.runtime.wait_load(found.lease, TIMEOUT).outcome.chunks == 3
+        assert stack.runtime.wait_load(found.lease, TIMEOUT).outcome.num_chunks == 3
         with stack.runtime.transaction() as cache:
             cache.release(found.lease)
     assert torch.equal(there[4:7], here[:3])

@@ -69,14 +69,16 @@ class Machine:
             found = cache.lookup({group: GroupKeys(keys)}, self.stack.runtime.clock())
             if found.lease is None:
                 return 0, set()
-            cache.load(found.lease, {group: list(range(BLOCKS - found.chunks, BLOCKS))})
+            cache.load(found.lease, {group: list(range(BLOCKS - found.num_chunks, BLOCKS))})
         outcome = self.stack.runtime.wait_load(found.lease, TIMEOUT).outcome
-        for position in range(outcome.chunks):
+        for position in range(outcome.num_chunks):
             for layer in LAYERS[group]:
-                assert torch.equal(self.page(layer, BLOCKS - found.chunks + position), content(keys[position], layer))
+                assert torch.equal(
+                    self.page(layer, BLOCKS - found.num_chunks + position), content(keys[position], layer)
+                )
         with self.stack.runtime.transaction() as cache:
             cache.release(found.lease)
-        return outcome.chunks, set(outcome.sources)
+        return outcome.num_chunks, set(outcome.sources)
 
     def close(self) -> None:
         assert self.stack.close()

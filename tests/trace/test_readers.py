@@ -99,7 +99,7 @@ def test_lengths_have_no_reuse_and_say_so(tmp_path: Path) -> None:
 
 def test_the_event_log_gives_the_requests_that_were_made(tmp_path: Path) -> None:
     cache = TieredCache([TierSpec(HOST, 8, 64)], CacheSettings(events=100))
-    keys = chain(Scope(model="m", weights="w", dtype="d", layout="l", block_size=4).root, list(range(12)), 4)
+    keys = chain(Scope(model="m", weights="w", dtype="d", layout="l", block_size=4).digest, list(range(12)), 4)
     cache.lookup({0: GroupKeys(keys[:2])}, 5.0, request="one")
     cache.lookup({0: GroupKeys(keys)}, 5.25, request="two")
     write_events(tmp_path / "events.jsonl", cache.events())

@@ -84,4 +84,4 @@ def test_a_return_that_cannot_be_is_refused_before_anything_changed() -> None:
     for said in (*seconds, ReuseHint(of=3), "ends"):
         with pytest.raises(CacheError, match=r"ReuseHint|again"):
             cache.lookup({0: GroupKeys([b"k" * 32])}, 0.0, reuse_hint=said)  # type: ignore[arg-type]
-    assert cache.lookup({0: GroupKeys([b"k" * 32])}, 0.0).tick == 1
+    assert cache.lookup({0: GroupKeys([b"k" * 32])}, 0.0).request_number == 1

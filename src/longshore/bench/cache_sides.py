@@ -188,11 +188,11 @@ class Ours:
     def known(self, keys: Sequence[Key]) -> None:
         self._call(lambda: self.cache.store({0: GroupKeys(keys)}, {0: range(len(keys))}))
 
-    def store(self, keys: Sequence[Key], first: int = 0, *, last_chance: bool = False) -> None:
+    def store(self, keys: Sequence[Key], first: int = 0, *, before_eviction: bool = False) -> None:
         for start in range(first, len(keys), PIECE):
             path, blocks = keys[: start + PIECE], range(min(PIECE, len(keys) - start))
             store = partial(self.cache.store, {0: GroupKeys(path, start)}, {0: blocks})
-            offload = (store() if last_chance else self._call(store))[0]
+            offload = (store() if before_eviction else self._call(store))[0]
             if offload.job is None or len(offload.slots) != len(blocks):
                 raise BenchError(
                     f"{len(offload.slots)} of {len(blocks)} blocks were stored; the benchmark needs all of them"
@@ -210,7 +210,7 @@ class Ours:
         parts = self._call(partial(self.cache.load, lease, {0: range(len(keys))})).jobs
         self.cache.take_commands()
         taken = time.thread_time() - begun
-        results = [TransferResult(part.job, (Status.OK,) * part.chunks) for part in parts]
+        results = [TransferResult(part.job, (Status.OK,) * part.num_chunks) for part in parts]
         self._call(partial(self.cache.apply_results, results, 0.0))
         self._call(partial(self.cache.release, lease))
         return taken
@@ -220,8 +220,8 @@ class Ours:
         begun = time.thread_time()
         found = self.cache.lookup({0: GroupKeys(keys)}, 0.0)
         taken = time.thread_time() - begun
-        if found.chunks != len(keys) or found.lease is None:
-            raise BenchError(f"{found.chunks} of {len(keys)} resident blocks were found")
+        if found.num_chunks != len(keys) or found.lease is None:
+            raise BenchError(f"{found.num_chunks} of {len(keys)} resident blocks were found")
         self.cache.release(found.lease)
         return taken
 
@@ -229,7 +229,7 @@ class Ours:
         """A load without a lease, whose bytes the engine moves; returns the seconds of the order and its result."""
         begun = time.thread_time()
         (part,) = self.cache.load({0: GroupKeys(keys)}).jobs
-        self.cache.apply_results([TransferResult(part.job, (Status.OK,) * part.chunks)], 0.0)
+        self.cache.apply_results([TransferResult(part.job, (Status.OK,) * part.num_chunks)], 0.0)
         return time.thread_time() - begun
 
     def prefer(self, keys: Sequence[Key]) -> None:
@@ -252,7 +252,7 @@ class TwoTiers(Ours):
         tiers = [TierSpec(name, slots, 1) for name in (HOST, FILE)]
         self.cache = TieredCache(tiers, CacheSettings(max_writes=PIECE, backup=WritePolicy.THROUGH))
 
-    def store(self, keys: Sequence[Key], first: int = 0, *, last_chance: bool = False) -> None:
+    def store(self, keys: Sequence[Key], first: int = 0, *, before_eviction: bool = False) -> None:
         for start in range(first, len(keys), PIECE):
             path = keys[: start + PIECE]
             self.cache.store({0: GroupKeys(path, start)}, {0: range(len(path) - start)})

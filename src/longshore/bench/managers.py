@@ -160,7 +160,10 @@ def _evict(name: str, ours: Ours, others: Sequence[Rival], load: PromptSet, repe
         left = iter(batches)
         return _timed(lambda: deque(map(store, next(left)), maxlen=0))
 
-    stores: list[Callable[[Sequence[Key]], None]] = [partial(ours.store, last_chance=True), *(o.store for o in others)]
+    stores: list[Callable[[Sequence[Key]], None]] = [
+        partial(ours.store, before_eviction=True),
+        *(o.store for o in others),
+    ]
     taken = medians(list(map(refilled, stores)), repeats=repeats, warm_ups=0)
     return _per_block(name, taken, others, sum(map(len, batches[0])))
 
@@ -191,7 +194,7 @@ def _hash(repeats: int) -> Case:
     """Keys of 131,072 tokens, beside bare hashlib over the same bytes, packed beforehand."""
     dice = random.Random(2)  # noqa: S311
     tokens = [dice.randrange(150_000) for _ in range(_TOKENS)]
-    root = Scope(model="m", weights="w", dtype="d", layout="l", block_size=_BLOCK).root
+    root = Scope(model="m", weights="w", dtype="d", layout="l", block_size=_BLOCK).digest
     step = 4 * _BLOCK
     packed = b"".join(token.to_bytes(4, "little") for token in tokens)
 

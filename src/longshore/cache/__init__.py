@@ -1,12 +1,13 @@
 """The control plane: what is where, what moves, what is evicted. Plain Python, sans I/O."""
 
+from longshore.cache.counters import Counters, DropReason, MissReason, RouteTotals, SizeStats, TierStats
 from longshore.cache.events import Event, EventKind
 from longshore.cache.eviction.hit_rates import ReuseHint
 from longshore.cache.explain import Account, Verdict, explain
 from longshore.cache.index import Presence, Residency
 from longshore.cache.manager import TieredCache
 from longshore.cache.partial import Partial, PromptTokens
-from longshore.cache.pool import EDGES, State
+from longshore.cache.pool import EDGES, SlotState
 from longshore.cache.recompute_gate import RecomputeGate
 from longshore.cache.settings import (
     DEFAULT_PRIORITY,
@@ -15,30 +16,23 @@ from longshore.cache.settings import (
     PrefetchPolicy,
     Retention,
     TierSpec,
-    WritePolicy,
-    WriteRule,
 )
 from longshore.cache.types import (
     UNKNOWN_START,
-    Counters,
     DeviceCopy,
-    DropReason,
     Found,
     GroupKeys,
     Lease,
     LoadJob,
-    LoadOrder,
-    MissReason,
     Need,
     Outcome,
     Progress,
     Protection,
-    RouteTotals,
     Run,
-    SizeStats,
-    StoreOrder,
-    TierStats,
+    ScheduledLoad,
+    ScheduledStore,
 )
+from longshore.cache.write_policy import WritePolicy, WriteRule
 
 __all__ = [
     "DEFAULT_PRIORITY",
@@ -56,7 +50,6 @@ __all__ = [
     "GroupKeys",
     "Lease",
     "LoadJob",
-    "LoadOrder",
     "MissReason",
     "Need",
     "Outcome",
@@ -72,9 +65,10 @@ __all__ = [
     "ReuseHint",
     "RouteTotals",
     "Run",
+    "ScheduledLoad",
+    "ScheduledStore",
     "SizeStats",
-    "State",
-    "StoreOrder",
+    "SlotState",
     "TierSpec",
     "TierStats",
     "TieredCache",

@@ -18,8 +18,8 @@ from operator import itemgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from longshore.boundary import Key, StoredChunks
+from longshore.cache.counters import MissReason
 from longshore.cache.nodes import Nodes
-from longshore.cache.types import MissReason
 from longshore.errors import TraceError
 
 EVICTED = "evicted"

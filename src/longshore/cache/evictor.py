@@ -1,7 +1,7 @@
 """Eviction: which copies are removed from a tier that needs room. Its policy names victims, which are checked here.
 
-    policy.next_victims(n)  ──► victims, coldest first ──► may_go? ──► yes: removed; its parent may be the next victim
-                                                     └──────► no: held by the policy until its state changes
+    policy.next_victims(n)  ──► victims, coldest first ──► can_evict? ─► yes: removed; its parent may be the next victim
+                                                        └─────► no: held by the policy until its state changes
 
 A held copy is not examined again until its state may have changed (`CacheState.recheck_evictable`), so the cost of an
 eviction does not grow with the number of copies that cannot be evicted.
@@ -36,6 +36,7 @@ import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.cache.columns import as_i32, count_leading, i32_view, u8_view
+from longshore.cache.counters import DropReason
 from longshore.cache.events import EVICTED
 from longshore.cache.eviction import EvictionPolicy
 from longshore.cache.nodes import ORPHANS
@@ -43,7 +44,6 @@ from longshore.cache.pool import DRAINING, READY
 from longshore.cache.settings import HIGHEST_PRIORITY
 from longshore.cache.slab_pool import SlabPool
 from longshore.cache.state import CacheState
-from longshore.cache.types import DropReason
 from longshore.errors import CapacityError, IntegrityError
 
 Mask = npt.NDArray[np.bool_]
@@ -109,7 +109,7 @@ class Evictor:
         """Remove copies of `keys` that are not leased, read or needed by descendants; returns how many."""
         count, nodes = 0, [self._state.index.get(key) for key in keys]
         for node in reversed(nodes):
-            if node and self._state.index.is_ready(node, tier) and self.may_go(node, tier):
+            if node and self._state.index.is_ready(node, tier) and self.can_evict(node, tier):
                 self._state.remove_copy(node, tier, cause="discarded")
                 count += 1
         return count
@@ -123,7 +123,7 @@ class Evictor:
         first = max(0, slots) * pool.slabs.stride
         above = [node for node in pool.node[first:] if node] if discard else []
         going = set(above)
-        if not all(self.may_go(node, tier, going) for node in above):
+        if not all(self.can_evict(node, tier, going) for node in above):
             what = f"the {len(above)} chunks from slot {slots} on: some are in use"
             raise CapacityError(f"{pool.where}cannot remove {what}")
         if slots < 0 or DRAINING in pool.state[first:]:
@@ -188,7 +188,7 @@ class Evictor:
                 gone += self._evict_few(tier, min(several, unclear), pool, spare_dirty=spare_dirty)
         return gone
 
-    def may_go(self, node: int, tier: int, going: Collection[int] = ()) -> bool:
+    def can_evict(self, node: int, tier: int, going: Collection[int] = ()) -> bool:
         """Whether no transfer reads the copy of `node` in `tier`, no lease pins it, and no descendant needs it.
 
         `going` are nodes whose copies in the same tier are evicted first.
@@ -196,21 +196,21 @@ class Evictor:
         state, index = self._state, self._state.index
         if not index.is_ready(node, tier) or state.pools[tier].readers[index.slot[tier][node]]:
             return False
-        if self._stays_warm(node, tier):
+        if self._is_pinned_in_host(node, tier):
             return False
         above = index.other_coldest_tier(node, tier)
         last = above < 0 or not any(index.is_ready(node, t) for t in index.tiers if t != tier)
-        if last and (above >= 0 or state.is_kept(node)):
+        if last and (above >= 0 or state.is_pinned(node)):
             return False
-        if above >= tier or not index.children_in[above + 1][node]:
+        if above >= tier or not index.num_children[above + 1][node]:
             return True
         return bool(going) and all(
             index.other_coldest_tier(child, tier) <= above and (child in going or index.slot[tier][child] < 0)
             for child in index.children(node)
         )
 
-    def _stays_warm(self, node: int, tier: int) -> bool:
-        return tier == 0 and (bool(self._state.protected[node]) or node in self._state.kept_in_host)
+    def _is_pinned_in_host(self, node: int, tier: int) -> bool:
+        return tier == 0 and (bool(self._state.protected[node]) or node in self._state.pinned_in_host)
 
     def _evict_few(self, tier: int, count: int, pool: int, *, spare_dirty: bool) -> int:
         """Evict at most `count` of the next victims, one by one; returns how many."""
@@ -219,7 +219,7 @@ class Evictor:
             node = policy.victim()
             if not node:
                 break
-            if self.may_go(node, tier) and not self._pass_over(node, tier, pool, spare_dirty=spare_dirty):
+            if self.can_evict(node, tier) and not self._pass_over(node, tier, pool, spare_dirty=spare_dirty):
                 self._drop(node, tier)
                 gone += 1
             else:
@@ -272,7 +272,7 @@ class Evictor:
         tier, backlog = index.coldest_tier(node), state.backlog
         if not backlog.is_dirty(node, tier) or state.pools[tier].readers[index.slot[tier][node]]:
             return False
-        if state.is_kept(node) or self._stays_warm(node, tier):
+        if state.is_pinned(node) or self._is_pinned_in_host(node, tier):
             return False
         return all(backlog.waits_for_use(child) for child in index.children(node))
 
@@ -331,7 +331,7 @@ class Evictor:
                 # What came back to a warmer tier meanwhile is spared: its children there may be about to follow it
                 # down.
                 may = bool(node) and self._is_passed_over(node, tier, pool) and not self._is_warmer(node, tier)
-                if may and self.may_go(node, tier):
+                if may and self.can_evict(node, tier):
                     self._drop(node, tier)
                     gone += 1
                 elif self._state.priorities.used and self._is_waiting(node, tier, pool, each):
@@ -404,8 +404,8 @@ class Evictor:
         idle: Mask = i32_view(state.pools[tier].readers)[i32_view(state.index.slot[tier])[at]] == 0
         if not tier:
             idle &= u8_view(state.protected)[at] == 0
-            if state.kept_in_host:
-                idle &= [node not in state.kept_in_host for node in at.tolist()]
+            if state.pinned_in_host:
+                idle &= [node not in state.pinned_in_host for node in at.tolist()]
         return idle
 
     def _leaves(
@@ -417,7 +417,7 @@ class Evictor:
         A node can be evicted if it has no child, or only the victim before it.
         """
         index = self._state.index
-        parents, below = i32_view(index.parent)[at], i32_view(index.children_in[0])[at]
+        parents, below = i32_view(index.parent)[at], i32_view(index.num_children[0])[at]
         behind = np.zeros(len(at), bool)
         np.equal(parents[:-1], at[1:], out=behind[1:])
         idle = self._evictable_sole(at, tier)
@@ -435,7 +435,7 @@ class Evictor:
 
         Ends where a node becomes evictable whose place in the order is unknown; one that is dirty may go next.
         """
-        parent, reach, is_held = self._state.index.parent, self._state.index.children_in[0], policy.is_held
+        parent, reach, is_held = self._state.index.parent, self._state.index.num_children[0], policy.is_held
         going: list[int] = []
         left: dict[int, int] = {}
         """The number of children left, of nodes that lose some."""
@@ -483,7 +483,7 @@ class Evictor:
         state.pools[tier].free_all(slots)
         state.backlog.forget_all(nodes)
         state.forget(nodes)
-        freed = [parent for parent in parents if parent > ORPHANS and not index.children_in[0][parent]]
+        freed = [parent for parent in parents if parent > ORPHANS and not index.num_children[0][parent]]
         for parent in freed:
             if index.is_ready(parent, tier) and policy.is_held(parent):
                 policy.release(self._held_chain(parent, tier, policy, {}, len(policy))[::-1])
@@ -496,7 +496,7 @@ class Evictor:
 
         `left` is the number of children that nodes will have left, of those that lose some; it is updated.
         """
-        parent, reach, is_held = self._state.index.parent, self._state.index.children_in[0], policy.is_held
+        parent, reach, is_held = self._state.index.parent, self._state.index.num_children[0], policy.is_held
         if (
             most < 1 or not self._evictable_sole(np.array((node,), np.int32), tier)[0]
         ):  # as when a warmer tier has the whole path
@@ -578,7 +578,8 @@ class Evictor:
             if len(going) > len(inside) + _EVICTED_WITH_SLAB:
                 return []
         if all(
-            self.may_go(node, tier, going) and not self.is_spared(node, tier, spare_dirty=spare_dirty) for node in going
+            self.can_evict(node, tier, going) and not self.is_spared(node, tier, spare_dirty=spare_dirty)
+            for node in going
         ):
             return list(going)
         return []

@@ -6,9 +6,9 @@ the set of chunks with a copy in tier `t` or colder contains the parent of each 
     host   A ── B ── C ── D        {A..D} in host or file is closed: all of it can be read from the first chunk on
     file   A ── B ── C             {A..C} in file is closed: so it is after a restart
 
-`children_in[t][node]` counts the children with a copy in `t` or colder, so that one comparison decides whether a copy
-is needed by a descendant. The parent of a reachable node is reachable, so bisection finds the longest ready prefix of a
-path.
+`num_children[t][node]` is the number of children with a copy in `t` or colder, so that one comparison decides whether a
+copy is needed by a descendant. The parent of a reachable node is reachable, so bisection finds the longest ready prefix
+of a path.
 
 Chunks that can be used without those before them, as in sliding-window groups, stand *alone*: each is a child of the
 root, no other chunk needs it, and it may outlive the chunks before it.
@@ -200,8 +200,8 @@ class Index(Nodes):
         self._tree.append(parent, at)
         i32_view(self.depth)[at] = np.arange(depth, depth + len(at))
         for each in range(tier + 1):
-            self.children_in[each][parent] += 1
-            i32_view(self.children_in[each])[at[:-1]] = 1
+            self.num_children[each][parent] += 1
+            i32_view(self.num_children[each])[at[:-1]] = 1
         return self._enter(keys, at, tier, slots)
 
     def link_alone(self, keys: Sequence[Key], tier: int, slots: Sequence[int]) -> list[int]:
@@ -212,7 +212,7 @@ class Index(Nodes):
         self._tree.link_trees(np.zeros_like(at), at)
         i32_view(self.depth)[at] = 0
         for each in range(tier + 1):
-            self.children_in[each][ROOT] += len(keys)
+            self.num_children[each][ROOT] += len(keys)
         return self._enter(keys, at, tier, slots)
 
     def link_trees(
@@ -234,7 +234,7 @@ class Index(Nodes):
         self._enter(keys, at, tier, slots)
         parents = np.where(before >= 0, at[before], above)
         self._tree.link_trees(parents, at)
-        for reach in self.children_in[: tier + 1]:
+        for reach in self.num_children[: tier + 1]:
             np.add.at(i32_view(reach), parents, 1)
         # Steps up to the first of its path, and that one's position, by pointer doubling.
         up, steps = np.where(before >= 0, before, np.arange(len(at))), (before >= 0).astype(np.int32)
@@ -271,7 +271,7 @@ class Index(Nodes):
         for each in reversed(self.tiers):
             reaching |= columns[each][at] >= 0
             if each <= tier:
-                np.add.at(i32_view(self.children_in[each]), parents[~reaching], 1)
+                np.add.at(i32_view(self.num_children[each]), parents[~reaching], 1)
         columns[tier][at] = slots
         i32_view(self.pools[tier].node)[slots] = at
 
@@ -298,12 +298,12 @@ class Index(Nodes):
                 self._remove_orphan(node)
         parents: dict[int, None] = {}
         for eldest, youngest, parent, count in self._tree.siblings(at[tops], above[tops]):
-            for reach in self.children_in[: tier + 1]:
+            for reach in self.num_children[: tier + 1]:
                 reach[parent] -= count
             self._tree.unlink_siblings(eldest, youngest, parent)
             parents[parent] = None
         i32_view(self.slot[tier])[at] = NONE
-        for reach in self.children_in[: tier + 1]:
+        for reach in self.num_children[: tier + 1]:
             i32_view(reach)[at] = 0
         u8_view(self.reachable)[at] = 0
         self._free.give(array("i", at.tobytes()))
@@ -318,7 +318,7 @@ class Index(Nodes):
         slots[node] = NONE
         parent = self.parent[node]
         for each in range(after + 1, tier + 1):
-            self.children_in[each][parent] -= 1
+            self.num_children[each][parent] -= 1
         if after >= 0:
             return False
         self._forget(node, parent)
@@ -376,7 +376,7 @@ class Index(Nodes):
         """Attach `orphan` and its descendants to `parent`; returns those no longer orphans, parents first."""
         self._remove_orphan(orphan)
         self._tree.move(orphan, parent)
-        for reach in self.children_in[: self.coldest_tier(orphan) + 1]:
+        for reach in self.num_children[: self.coldest_tier(orphan) + 1]:
             reach[ORPHANS] -= 1
             reach[parent] += 1
         shift, mark, moved = self.depth[parent] + 1 - self.depth[orphan], self.reachable[parent], [orphan]
@@ -433,8 +433,8 @@ class Index(Nodes):
         for tier in self.tiers:
             counted = np.bincount(parent[coldest[at] >= tier], minlength=self.size)
             nodes = np.concatenate([at, as_i32((ROOT, ORPHANS))])
-            for node in nodes[counted[nodes] != i32_view(self.children_in[tier])[nodes]].tolist():
-                count = self.children_in[tier][node]
+            for node in nodes[counted[nodes] != i32_view(self.num_children[tier])[nodes]].tolist():
+                count = self.num_children[tier][node]
                 where = self.pools[tier].where
                 raise CacheError(f"{where}children of node {node}: counted {count}, found {counted[node]}")
         waiting = {node: key for key, nodes in self.orphans_by_parent.items() for node in nodes}
@@ -455,12 +455,12 @@ class Presence(enum.Enum):
 
     ABSENT = "absent"
     IN_FLIGHT = "in_flight"
-    READY = "ready"  # in the warmest tier: can be loaded at once
-    COLDER = "colder"  # ready, but only below the warmest tier
+    WARMEST = "warmest"  # in the warmest tier, host memory if there is any: can be loaded at once
+    COLDER = "colder"  # in a colder tier only
 
 
-_PRESENCES = (Presence.ABSENT, Presence.IN_FLIGHT, Presence.READY, Presence.COLDER)
-_ABSENT, _IN_FLIGHT, _READY, _COLDER = range(len(_PRESENCES))
+_PRESENCES = (Presence.ABSENT, Presence.IN_FLIGHT, Presence.WARMEST, Presence.COLDER)
+_ABSENT, _IN_FLIGHT, _WARMEST, _COLDER = range(len(_PRESENCES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -508,10 +508,10 @@ class Residency:
         """Look up `keys`; `pool` is that of the warmest tier. Raises `CacheError` for a key that is not bytes."""
         at = index.key.find_all(keys)
         reachable = u8_view(index.reachable)[at] != 0
-        found = np.where(reachable, np.where(index.are_ready(at, 0), _READY, _COLDER), _IN_FLIGHT)
+        found = np.where(reachable, np.where(index.are_ready(at, 0), _WARMEST, _COLDER), _IN_FLIGHT)
         found[at == ROOT] = _ABSENT
-        if (found == _READY).all():
-            return cls(keys, [Presence.READY] * len(keys), at, index, pool, index.removed)
+        if (found == _WARMEST).all():
+            return cls(keys, [Presence.WARMEST] * len(keys), at, index, pool, index.removed)
         return cls(keys, [_PRESENCES[each] for each in found.tolist()], at, index, pool, index.removed)
 
 

@@ -5,10 +5,10 @@ best effort       not at all                            when the lease is releas
 wait              until all chunks have arrived         the same
 timeout           the same, at most `timeout` seconds   the same, or after the timeout
 
-Where a prefetch that is waited for lacks clean room, it orders backups. Such prefetches get room in order:
+Where a prefetch that is waited for lacks clean room, it schedules backups. Such prefetches get room in order:
 
     the first that lacks room    gets the room made; its chunks in the warmest tier are kept until it is over
-    those after it               order nothing yet
+    those after it               schedule nothing yet
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ import numpy.typing as npt
 
 from longshore.boundary import Addresses, Key, Section, Slots
 from longshore.cache.columns import count_leading, i32_view, u8_view
-from longshore.cache.lookups import Leases
+from longshore.cache.counters import MissReason
+from longshore.cache.leases import LeasedChunks, LeaseRecord, Leases
 from longshore.cache.offload import Offloader
 from longshore.cache.pool import READY
 from longshore.cache.settings import PrefetchPolicy, seconds
-from longshore.cache.transfers import LeasedChunks, LeaseRecord, Load, TierSlots, Transfers, Wait
-from longshore.cache.types import MissReason, origins_of
+from longshore.cache.transfers import Load, TierSlots, Transfers, Wait
+from longshore.cache.types import origins_of
 from longshore.errors import CacheError
 
 LOAD_BATCH = 16
@@ -84,7 +85,7 @@ class Loader:
         path = state.index.path(tail, held)[held - len(keys) :][::-1] if tail else state.index.reachable_nodes(keys)
         tiers, slots, warm = self._claim(load, path, keys)
         path = path[: len(tiers)]
-        load.not_ordered += [state.miss_reason(key) for key in keys[len(path) + len(load.not_ordered) :]]
+        load.not_scheduled += [state.miss_reason(key) for key in keys[len(path) + len(load.not_scheduled) :]]
         above = state.index.parent_keys(path[:1])[0] if path else None
         for start, end in _batches(warm, len(path)):
             here = slice(start, end)
@@ -94,7 +95,7 @@ class Loader:
             taken = min(len(blocks), len(batch.nodes) * per_chunk - first_block % per_chunk)
             sections = (Section(part.group, first_block, tuple(blocks[:taken])),)
             last = tokens if end == len(keys) else None
-            self._order_batch(load, wait, batch, sections, by_layer=by_layer, tokens=last)
+            self._schedule_batch(load, wait, batch, sections, by_layer=by_layer, tokens=last)
             blocks, first_block = blocks[taken:], first_block + taken
         return load
 
@@ -115,12 +116,12 @@ class Loader:
         state = self._state
         load, wait = self._begin(timeout, is_whole=True)
         if len(nodes) < len(keys):
-            load.not_ordered = [state.miss_reason(key) for key in keys]
+            load.not_scheduled = [state.miss_reason(key) for key in keys]
             return load
         tiers, slots, warm = self._claim(load, nodes, keys)
         if tiers:
             batch = Batch(nodes, keys, state.index.parent_keys(nodes), tiers, slots, warm=warm == len(nodes))
-            self._order_batch(load, wait, batch, tuple(sections), by_layer=by_layer)
+            self._schedule_batch(load, wait, batch, tuple(sections), by_layer=by_layer)
         return load
 
     def _begin(self, timeout: float, *, is_whole: bool = False) -> tuple[Load, Wait]:
@@ -133,7 +134,7 @@ class Loader:
         self,
         keys: Sequence[Key],
         at: npt.NDArray[np.int32],
-        tick: int | None,
+        request_number: int | None,
         origins: Mapping[Key, str] | None,
         *,
         is_first: bool,
@@ -153,9 +154,9 @@ class Loader:
         if count:
             if state.windows.used:
                 state.windows.serve(at.tolist())
-            state.set_request(tick)
+            state.set_request(request_number)
             state.touch(at[::-1])
-        record = self._transfers.order(job, keys, [None] * len(slots), TierSlots(0, slots), None, command=False)
+        record = self._transfers.schedule(job, keys, [None] * len(slots), TierSlots(0, slots), None, command=False)
         if count:
             record.sources, record.of_first = origins_of(keys, [name] * len(keys), origins), is_first
         return job, len(keys), Addresses(Slots(name, state.pools[0].pool_of(slots[0]), tuple(slots)))
@@ -196,11 +197,11 @@ class Loader:
 
     def _cut(self, load: Load, tiers: Sequence[int], slots: Sequence[int]) -> None:
         """There is no room for the first of these copies: none of them is loaded."""
-        load.not_ordered = [MissReason.NO_ROOM if tier else MissReason.AFTER_MISS for tier in tiers]
+        load.not_scheduled = [MissReason.NO_ROOM if tier else MissReason.AFTER_MISS for tier in tiers]
         for tier in sorted(set(tiers)):
             self._state.end_reads(tier, [slot for slot, other in zip(slots, tiers, strict=True) if other == tier])
 
-    def _order_batch(
+    def _schedule_batch(
         self,
         load: Load,
         wait: Wait,
@@ -218,12 +219,12 @@ class Loader:
             load.sources += [names[self._state.index.warmest_ready(node)] for node in batch.nodes]
             for tier in sorted({tier for tier in batch.tiers if tier}):
                 chosen = [i for i, each in enumerate(batch.tiers) if each == tier]
-                job = self._transfers.order_copies([batch.nodes[i] for i in chosen], tier, 0, has_readers=True)
+                job = self._transfers.schedule_copies([batch.nodes[i] for i in chosen], tier, 0, has_readers=True)
                 for i, slot in zip(chosen, job.destination.slots if job.destination else (), strict=True):
                     warm[i] = slot
                     self._state.pools[0].readers[slot] += 1
         load.parts.append(
-            self._transfers.order(
+            self._transfers.schedule(
                 self._transfers.new_id(),
                 batch.keys,
                 batch.parents,
@@ -270,7 +271,7 @@ class Prefetcher:
             record.prefetch,
             Wait(self._transfers.new_id(), self._transfers.now + longest, blocks_request=blocks_request),
         )
-        self._order(
+        self._schedule(
             record, wait, waits_its_turn=blocks_request and any(before.lacks_room for _, before in self.queue.values())
         )
         record.prefetch = wait
@@ -278,7 +279,7 @@ class Prefetcher:
             self.cancel(former)
         if blocks_request and (wait.lacks_room or wait.jobs):
             if not any(before.lacks_room for _, before in self.queue.values()):
-                self._state.keep_in_host(self._state.kept_in_host.union(self._path(record)))
+                self._state.pin_in_host(self._state.pinned_in_host.union(self._path(record)))
             self.queue[wait.number] = record, wait
             self._is_new = True
             self.proceed()
@@ -308,21 +309,21 @@ class Prefetcher:
         if not is_new and self._seen == state.changes:
             return
         self._is_new, self._seen = False, state.changes
-        kept, before = set[int]() if is_new else state.kept_in_host, set[str | None]()
+        kept, before = set[int]() if is_new else state.pinned_in_host, set[str | None]()
         for record, wait in self.queue.values():
             if is_new or wait.lacks_room:
                 kept = kept.union(self._path(record))
             if wait.lacks_room:
-                state.keep_in_host(kept)
-                self._order(record, wait)
+                state.pin_in_host(kept)
+                self._schedule(record, wait)
                 others = len(self._transfers.jobs) > len(wait.jobs) or not before <= {record.request}
                 wait.lacks_room &= others or self._leases.protects
                 is_new = True  # `kept` changes for those after it
             if wait.lacks_room:
                 break
             before.add(record.request)
-        if kept or state.kept_in_host:
-            state.keep_in_host(kept)
+        if kept or state.pinned_in_host:
+            state.pin_in_host(kept)
 
     def is_waiting(self, record: LeaseRecord) -> bool:
         """Whether the request of `record` has to wait for more chunks in the warmest tier."""
@@ -339,13 +340,13 @@ class Prefetcher:
         """The nodes of the leased chunks, at most as many as fit in the warmest tier."""
         return record.nodes(self._state.index)[: self._state.total_room(0)]
 
-    def _order(self, record: LeaseRecord, wait: Wait, *, waits_its_turn: bool = False) -> None:
-        """Join reads in flight, and order reads from colder tiers as far as there is clean room.
+    def _schedule(self, record: LeaseRecord, wait: Wait, *, waits_its_turn: bool = False) -> None:
+        """Join reads in flight, and schedule reads from colder tiers as far as there is clean room.
 
         The wait `lacks_room` for the others if more may be made, or, with `waits_its_turn`, for all of them.
         """
         state, transfers, path = self._state, self._transfers, self._path(record)
-        state.set_request(record.tick)
+        state.set_request(record.request_number)
         transfers.join(wait, [slot for node in path if (slot := state.index.slot[0][node]) >= 0])
         cold = [i for i, node in enumerate(path) if state.index.slot[0][node] < 0]
         wait.lacks_room = waits_its_turn and bool(cold)
@@ -353,15 +354,15 @@ class Prefetcher:
             transfers.waits.begin(wait)
             return
         state.log.by = state.index.key[path[cold[0]]]
-        warm = state.kept_in_host
-        state.keep_in_host(warm.union(path))
+        warm = state.pinned_in_host
+        state.pin_in_host(warm.union(path))
         room = self._offloader.make_clean_room([path[i] for i in cold], back_up=wait.blocks_request)
-        state.keep_in_host(warm & state.kept_in_host)
+        state.pin_in_host(warm & state.pinned_in_host)
         wait.lacks_room, cold = wait.blocks_request and room < len(cold), cold[:room]
         for start in range(0, len(cold), LOAD_BATCH):
             chosen = cold[start : start + LOAD_BATCH]
             warmest = {path[i]: state.index.warmest_ready(path[i]) for i in chosen}
             for tier in sorted(set(warmest.values())):
                 nodes = [node for node, each in warmest.items() if each == tier]
-                transfers.waits.join(wait, [transfers.order_copies(nodes, tier, 0, prefetch=True)])
+                transfers.waits.join(wait, [transfers.schedule_copies(nodes, tier, 0, prefetch=True)])
         transfers.waits.begin(wait)

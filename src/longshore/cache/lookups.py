@@ -22,120 +22,24 @@ that needs it, so the next length to try ends before it, and no key is looked up
 from __future__ import annotations
 
 import math
-from array import array
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from longshore.boundary import Key, Section
-from longshore.cache.columns import I32, as_i32, count_leading, has_duplicates, i32_view, runs_of, u8_view, unique
+from longshore.cache.columns import I32, as_i32, count_leading, has_duplicates, runs_of, u8_view
 from longshore.cache.events import EventKind
 from longshore.cache.eviction.hit_rates import ReuseHint
 from longshore.cache.index import Index, Residency, nodes_of
+from longshore.cache.leases import LeasedChunks, LeaseRecord, Leases
 from longshore.cache.nodes import ROOT
 from longshore.cache.partial import Partial, PartialPrefixes
 from longshore.cache.remote import RemoteTiers
 from longshore.cache.settings import CacheGroup
-from longshore.cache.state import CacheState
-from longshore.cache.transfers import LeasedChunks, LeaseRecord, Transfers
-from longshore.cache.types import UNKNOWN_START, Found, GroupKeys, Lease, Need, Protection, check_distinct
-from longshore.errors import CacheError, LeaseError
-
-
-class Leases:
-    """The leases on one `CacheState`, by number."""
-
-    def __init__(self, state: CacheState) -> None:
-        self._state = state
-        self._records: dict[int, LeaseRecord] = {}
-        self._step = array("i")
-        """Nodes protected in this step, each once; some may have been removed since."""
-
-    def __len__(self) -> int:
-        """Number of leases not released."""
-        return len(self._records)
-
-    @property
-    def protected(self) -> int:
-        """Number of chunks that lookups protect until the end of the step."""
-        return int(np.count_nonzero(u8_view(self._state.protected)[np.unique(i32_view(self._step))]))
-
-    def __iter__(self) -> Iterator[LeaseRecord]:
-        return iter(self._records.values())
-
-    def take(
-        self, identity: int, parts: Sequence[LeasedChunks], request: str | None, *, is_multi_group: bool = False
-    ) -> Lease:
-        """A new lease on `parts`, whose nodes are pinned."""
-        self._records[identity] = LeaseRecord(parts, request, self._state.current_tick, is_multi_group=is_multi_group)
-        return Lease(identity)
-
-    def get(self, lease: Lease) -> LeaseRecord:
-        """The record of `lease`. Raises `LeaseError` if it was released, or is no lease of this cache."""
-        record = self._records.get(lease.id) if isinstance(lease, Lease) else None
-        if record is None:
-            raise LeaseError(f"expected a lease of this cache that was not released, got {lease!r}")
-        return record
-
-    def to_load(self, lease: Lease) -> LeaseRecord:
-        """The record of `lease`, to load it. Raises `LeaseError` if it was loaded, or is of single chunks."""
-        record = self.get(lease)
-        if not record.is_multi_group and record.parts[0].alone:
-            raise LeaseError(f"lease {lease.id} is of single chunks, not of a path: load these by their keys")
-        if record.load is not None:
-            raise LeaseError(f"lease {lease.id} was loaded before; a lease serves one load")
-        return record
-
-    def drop(self, lease: Lease) -> None:
-        """Remove `lease`, and record a use of its chunks by its request."""
-        record = self._records.pop(lease.id)
-        self._state.set_request(record.tick)
-        for part in record.parts:
-            nodes = [node for pin in part.pins if (node := pin.node)]
-            if part.alone:
-                self._state.windows.serve(nodes)
-            elif nodes:
-                nodes = self._state.index.path(nodes[0], part.positions[-1] - part.positions[0] + 1)
-            self._state.touch(nodes if not part.alone else nodes[::-1])
-            for pin in part.pins:
-                self._state.unpin(pin)
-
-    def protect(self, at: npt.NDArray[np.int32]) -> None:
-        """Protect the nodes `at` from eviction until `end_step`, those in the warmest tier in that tier."""
-        seen = u8_view(self._state.protected)
-        fresh = unique(at[seen[at] == 0])
-        seen[fresh] = 1
-        self._step.frombytes(fresh.tobytes())
-
-    @property
-    def protects(self) -> bool:
-        """Whether nodes are protected until the end of the step."""
-        return bool(self._step)
-
-    def forget_step(self) -> None:
-        """The cache was cleared: nothing is protected any more."""
-        self._step = array("i")
-
-    def end_step(self) -> None:
-        """The step has ended: remove all protections."""
-        if self._step:
-            at, self._step = i32_view(self._step), array("i")
-            u8_view(self._state.protected)[at] = 0
-            self._state.recheck_evictable(at)
-        self._state.discard_invalid_copies()
-
-    def check_integrity(self) -> None:
-        """Raise `CacheError` unless all pins are those of leases, and all marks those of protected nodes."""
-        held = [pin for record in self for part in record.parts for pin in part.pins]
-        ours = {pin for pin in held if pin.node}
-        theirs = {pin for pins in self._state.pins.values() for pin in pins}
-        if ours != theirs:
-            raise CacheError(f"the cache has {len(theirs)} pins, the leases {len(ours)}")
-        seen = set(np.flatnonzero(u8_view(self._state.protected)).tolist())
-        if not seen <= set(self._step):
-            raise CacheError(f"{len(seen)} nodes are marked as protected, expected {len(set(self._step))}")
+from longshore.cache.transfers import Transfers
+from longshore.cache.types import UNKNOWN_START, Found, GroupKeys, Need, Protection, check_distinct
+from longshore.errors import CacheError
 
 
 class GroupSearch:
@@ -231,7 +135,7 @@ class LookupCall(NamedTuple):
     now: float
     protect: Protection
     request: str | None
-    tick: int | None
+    request_number: int | None
     reuse_hint: ReuseHint | None
     counts: bool
     probes_remote: bool
@@ -276,7 +180,7 @@ class Lookups:
         known = end + len(index.follow(keys, end)) if self._remote.tiers else index.known_prefix(keys, end)
         partial = None if prompt_tokens is None else self._state.partials.closest(keys, end, prompt_tokens, size)
         self._advance(call.now)
-        tick = self._serve(call, keys, end)
+        request_number = self._serve(call, keys, end)
         remote, probes = 0, tuple[int, ...]()
         if self._remote.tiers:
             remote, probes = self._remote.look(keys, known, probe=call.probes_remote)
@@ -295,7 +199,15 @@ class Lookups:
             pins = (self._state.pin(index.get(leased[-1])),)
             held = LeasedChunks(leased, range(start, start + len(leased)), pins, group)
             lease = self._leases.take(self._transfers.new_id(), (held,), call.request)
-        return Found(lease, end - start, partial=partial, remote=remote, probes=probes, tick=tick, before=before)
+        return Found(
+            lease,
+            end - start,
+            partial=partial,
+            remote=remote,
+            probes=probes,
+            request_number=request_number,
+            before=before,
+        )
 
     def chunks(self, paths: Mapping[int, GroupKeys], call: LookupCall, tiers: Collection[str]) -> Found:
         """`TieredCache.lookup` with `independent`, which asks the remote `tiers`."""
@@ -313,17 +225,17 @@ class Lookups:
             probes = self._remote.ask([key for here in found.values() for key in here.keys], tiers) if tiers else ()
             theirs = found if self._remote.tiers else {}
             sources = {group: self._remote.sources(here.keys) for group, here in theirs.items()}
-            return Found(probes=probes, tick=call.tick, residency=found, remote_sources=sources)
-        tick = call.tick
-        if tick is None:
+            return Found(probes=probes, request_number=call.request_number, residency=found, remote_sources=sources)
+        request_number = call.request_number
+        if request_number is None:
             asked = [key for here in found.values() for key in here.keys]
             head = next((here.at for here in found.values()), np.zeros(0, np.int32))
-            tick = self._state.begin_request(asked, count_leading(head != ROOT), call.reuse_hint)
-        self._state.set_request(tick)
+            request_number = self._state.begin_request(asked, count_leading(head != ROOT), call.reuse_hint)
+        self._state.set_request(request_number)
         if call.protect is Protection.STEP:
             for here in found.values():
                 self._leases.protect(here.at[index.are_reachable(here.at)])
-            return Found(tick=tick, residency=found)
+            return Found(request_number=request_number, residency=found)
         held = [
             LeasedChunks(
                 [here.keys[position] for position in there],
@@ -336,7 +248,7 @@ class Lookups:
             if there
         ]
         lease = self._leases.take(self._transfers.new_id(), held, call.request) if held else None
-        return Found(lease, sum(len(part.keys) for part in held), tick=tick, residency=found)
+        return Found(lease, sum(len(part.keys) for part in held), request_number=request_number, residency=found)
 
     def fetch(self, group: int, path: GroupKeys, now: float, longest: float) -> tuple[int, ...]:
         """Read chunks after the ready prefix of `path` from remote tiers that have them, for at most `longest`
@@ -386,7 +298,7 @@ class Lookups:
         both = list(zip(searches, needs, strict=True))
         self._check_searches(both)
         self._advance(call.now)
-        tick = self._serve(call, [key for search in searches for key in search.keys])
+        request_number = self._serve(call, [key for search in searches for key in search.keys])
         for group, (search, need) in enumerate(both) if call.counts else ():
             self._count(call.request and f"{call.request}/{group}", search, need)
         leased = [(group, search, *_leased(search, need)) for group, (search, need) in enumerate(both)]
@@ -398,7 +310,7 @@ class Lookups:
         elif call.protect is Protection.LEASE and leased:
             parts = [self._hold(needs[each[0]], *each) for each in leased]
             lease = self._leases.take(self._transfers.new_id(), parts, call.request, is_multi_group=True)
-        return Found(lease, tokens=tokens, needs=needs, tick=tick)
+        return Found(lease, tokens=tokens, needs=needs, request_number=request_number)
 
     def sections(self, record: LeaseRecord, blocks: Sequence[Sequence[int]]) -> list[Section]:
         """The sections that load the leased chunks into `blocks`, by group. Raises `CacheError` for a wrong number."""
@@ -457,14 +369,14 @@ class Lookups:
 
     def _serve(self, call: LookupCall, keys: Sequence[Key], known: int | None = None) -> int | None:
         """Set the request that the following uses are counted for: that of the call, or a new one for `keys`."""
-        tick = call.tick
+        request_number = call.request_number
         if call.protect is not Protection.NONE:
-            if tick is None:
+            if request_number is None:
                 if known is None:
                     known = count_leading(nodes_of(self._state.index, keys)[1] != ROOT)
-                tick = self._state.begin_request(keys, known, call.reuse_hint)
-            self._state.set_request(tick)
-        return tick
+                request_number = self._state.begin_request(keys, known, call.reuse_hint)
+            self._state.set_request(request_number)
+        return request_number
 
     def _check_chunks(self, group: int, at: I32) -> None:
         """Raise `CacheError` unless the nodes `at` are distinct, and of `group`."""

@@ -29,28 +29,34 @@ from longshore.boundary import (
     TransferResult,
 )
 from longshore.cache.adoption import Chunk, adopt
+from longshore.cache.counters import Counters, MissReason, TierStats
 from longshore.cache.events import Event
 from longshore.cache.eviction.hit_rates import ReuseHint, check_reuse_hint
+from longshore.cache.leases import Leases
 from longshore.cache.load import Loader, Prefetcher
-from longshore.cache.lookups import Leases, LookupCall, Lookups, check_start
+from longshore.cache.lookups import LookupCall, Lookups, check_start
 from longshore.cache.offload import Offloader
 from longshore.cache.remote import RemoteTiers
-from longshore.cache.settings import CacheSettings, DeviceBlocks, PrefetchPolicy, TierSpec, check_retention, seconds
+from longshore.cache.settings import (
+    CacheSettings,
+    DeviceBlocks,
+    PrefetchPolicy,
+    TierSpec,
+    check_retention,
+    seconds,
+)
 from longshore.cache.state import CacheState, Level
 from longshore.cache.transfers import Load, Transfers
 from longshore.cache.types import (
-    Counters,
     DeviceCopy,
     Found,
     GroupKeys,
     Lease,
     LoadJob,
-    LoadOrder,
-    MissReason,
     Progress,
     Protection,
-    StoreOrder,
-    TierStats,
+    ScheduledLoad,
+    ScheduledStore,
     check_blocks,
     check_distinct,
     check_paths,
@@ -64,7 +70,7 @@ class TieredCache:
     """The control plane of one engine: an index over `tiers`, warmest first, below the engine's own device cache.
 
     Calls name chunks by `Mapping`s from the number of a KV cache group to `GroupKeys`. Times are seconds.
-    Invalid arguments raise `CacheError`. A `Runtime` logs each call of its methods (`longshore.runtime.containment`).
+    Invalid arguments raise `CacheError`. A `Runtime` logs each call of its methods (`longshore.runtime.error_handler`).
     """
 
     def __init__(
@@ -103,7 +109,7 @@ class TieredCache:
         self._lookups = Lookups(self._transfers, self._leases, self._remote, self._advance)
         self._device = DeviceBlocks(self.settings.device_blocks)
         self._changes_backed_up = -1
-        """`CacheState.changes` when backups were ordered last, so that their own changes cause another look."""
+        """`CacheState.changes` when backups were scheduled last, so that their own changes cause another look."""
 
     @property
     def generation(self) -> int:
@@ -139,7 +145,7 @@ class TieredCache:
         independent: bool = False,
         remote_tiers: Collection[str] | None = None,
         request: str | None = None,
-        tick: int | None = None,
+        request_number: int | None = None,
         reuse_hint: ReuseHint | None = None,
         count: bool = True,
     ) -> Found:
@@ -162,13 +168,14 @@ class TieredCache:
             remote_tiers: Those to ask for chunks that they are not known to have or lack: by name, only with
                 `independent` and `Protection.NONE`; `()` for none. `None`: a lookup of paths that protects asks all.
             request: Name of the request, for events.
-            tick: The tick that an earlier lookup of this request returned, so that its uses of a chunk count once.
+            request_number: The number that an earlier lookup of this request returned, so that its uses of a chunk
+                count once.
             reuse_hint: Hint about when its chunks are used again, with the first lookup of a request.
             count: Count misses, and record the request as an event. An engine that looks up a waiting request
                 repeatedly does so once.
         """
         check_time(now)
-        self._state.check_tick(tick)
+        self._state.check_request_number(request_number)
         check_paths(paths)
         check_reuse_hint(reuse_hint)
         if not isinstance(protect, Protection):
@@ -176,7 +183,7 @@ class TieredCache:
         if remote_tiers and (not independent or protect is not Protection.NONE):
             raise CacheError("remote_tiers requires independent=True and protect=NONE: other lookups ask all or none")
         probes_remote = remote_tiers is None and protect is not Protection.NONE
-        call = LookupCall(now, protect, request, tick, reuse_hint, count, probes_remote)
+        call = LookupCall(now, protect, request, request_number, reuse_hint, count, probes_remote)
         if independent:
             return self._lookups.chunks(paths, call, remote_tiers or ())
         if len(paths) == 1 and next(iter(paths.values())).device is None:
@@ -195,7 +202,7 @@ class TieredCache:
 
         Of a lease: its chunks that only colder tiers have. `progress` says when the request may go on: by `policy`,
         `settings.prefetch` if `None`, and after `timeout` seconds, which only `TIMEOUT` has. No chunk is evicted for it
-        before it was backed up: a policy that waits orders backups where room is short, and such prefetches get room
+        before it was backed up: a policy that waits schedules backups where room is short, and such prefetches get room
         one after the other. Reads that are in flight for other requests are joined. Reads that no request waits for any
         more are cancelled at the deadline, or when the lease is released. Another call replaces the first.
 
@@ -226,10 +233,10 @@ class TieredCache:
         tokens: int | None = None,
         by_layer: bool = False,
         timeout: float | None = None,
-        tick: int | None = None,
+        request_number: int | None = None,
         origins: Mapping[Key, str] | None = None,
         count: bool = True,
-    ) -> LoadOrder:
+    ) -> ScheduledLoad:
         """Load chunks onto the device, by group, as far as the host tier has room now. A lease serves one load.
 
         Args:
@@ -247,7 +254,7 @@ class TieredCache:
                 layers have arrived.
             timeout: Seconds until the load ends with the chunks that have arrived, at the next `apply_results`;
                 `settings.load_timeout` if `None`.
-            tick: Tick of the request, for chunks without a lease.
+            request_number: Number of the request, for chunks without a lease.
             origins: The tiers that chunks were brought up from for this request before, by key. They are hits of these
                 tiers; others are hits of the tier that they are read from.
             count: Whether a read of chunks without a lease is a use by a request, and hits: that of a peer is neither.
@@ -269,14 +276,15 @@ class TieredCache:
             if blocks is not None or any(path.start for path in paths.values()):
                 raise CacheError("expected no `blocks` and no `start` with chunks that the engine reads itself")
             self._device.check(())
-            self._state.check_tick(tick)
+            self._state.check_request_number(request_number)
             warm = [self._lookups.warm(path.chunks, group) for group, path in paths.items()]
             self._remote.found([key for keys, _ in warm for key in keys])
             lease_slots, pairs = self._loader.lease_slots, zip(paths, warm, strict=True)
             jobs = tuple(
-                LoadJob(*lease_slots(*found, tick, origins, is_first=not group, count=count)) for group, found in pairs
+                LoadJob(*lease_slots(*found, request_number, origins, is_first=not group, count=count))
+                for group, found in pairs
             )
-            return LoadOrder(sum(job.chunks for job in jobs), jobs)
+            return ScheduledLoad(sum(job.num_chunks for job in jobs), jobs)
         record, longest = self._leases.to_load(what), seconds(timeout, self.settings.load_timeout)
         blocks = check_blocks({} if blocks is None else blocks, [part.group for part in record.parts])
         if record.is_multi_group:
@@ -286,13 +294,13 @@ class TieredCache:
             sections = self._lookups.sections(record, mine)
             for each in mine:
                 self._device.check(each)
-            self._state.set_request(record.tick)
+            self._state.set_request(record.request_number)
             nodes, keys = record.nodes(self._state.index), record.keys
             record.load = self._loader.load_together(nodes, keys, sections, timeout=longest, by_layer=by_layer)
             name, load = record.request, record.load
             load.requests = [(name and f"{name}/{part.group}", part.keys) for part in record.parts]
             load.of_first = sum(len(part.keys) for part in record.parts if not part.group)
-            return self._ordered(load, origins)
+            return self._scheduled(load, origins)
         (part,), size = record.parts, self.settings.blocks_per_chunk
         group, into = part.group, blocks.get(part.group, ())
         chunks, leased = -(-(skip + len(into)) // size), len(part.keys)
@@ -301,13 +309,13 @@ class TieredCache:
         self._device.check(into)
         self._state.check_pool([part.pins[0].node], self.settings.pool_of(group))
         self.settings.check_tokens(tokens, group)
-        self._state.set_request(record.tick)
+        self._state.set_request(record.request_number)
         record.load = self._loader.load(part, into, skip, timeout=longest, by_layer=by_layer, tokens=tokens)
         record.load.requests, record.load.of_first = [(record.request, part.keys[:chunks])], 0 if group else chunks
-        return self._ordered(record.load, origins)
+        return self._scheduled(record.load, origins)
 
-    def _copy_inside(self, copies: Mapping[int, DeviceCopy], blocks: Mapping[int, Sequence[int]]) -> LoadOrder:
-        """Order copies between device blocks, which no tier takes part in, in order with all other jobs."""
+    def _copy_inside(self, copies: Mapping[int, DeviceCopy], blocks: Mapping[int, Sequence[int]]) -> ScheduledLoad:
+        """Schedule copies between device blocks, which no tier takes part in, in order with all other jobs."""
         for group, (sources, tokens) in copies.items():
             into = blocks.get(group, ())
             if len(sources) != len(into) or not into or any(source.tier != DEVICE for source in sources):
@@ -317,7 +325,7 @@ class TieredCache:
             self.settings.check_tokens(tokens, group)
         copy = self._transfers.copy_inside
         jobs = (LoadJob(copy(read, blocks[group], tokens, group), 0) for group, (read, tokens) in copies.items())
-        return LoadOrder(0, tuple(jobs))
+        return ScheduledLoad(0, tuple(jobs))
 
     def progress(self, of: Lease | int) -> Progress:
         """The progress of a lease, job or probe. A job that is over does not use its device blocks any more."""
@@ -343,18 +351,18 @@ class TieredCache:
         self._give_up(record.load, MissReason.CANCELLED)
         if record.prefetch is not None:
             self._prefetcher.cancel(record.prefetch)
-        self._leases.drop(what)
+        self._leases.release(what)
 
     def store(
         self,
         paths: Mapping[int, GroupKeys],
         blocks: Mapping[int, Sequence[int]] | None = None,
         *,
-        last_chance: bool = False,
+        before_eviction: bool = False,
         wait_for_room: bool = False,
         stream: bool = False,
-        tick: int | None = None,
-    ) -> dict[int, StoreOrder]:
+        request_number: int | None = None,
+    ) -> dict[int, ScheduledStore]:
         """Store chunks from `start` on of each path that are complete on the device, or about to be evicted.
 
         Chunks that a tier has are not written again. Where room is short, heads are stored before tails. Chunks after
@@ -364,12 +372,12 @@ class TieredCache:
             paths: By group; each from the first chunk of the prompt.
             blocks: Device blocks of the chunks from `start` on, by group, not to be changed until the job has ended.
                 `None` if the engine moves the bytes into the returned slots; it then reports or releases the job.
-            last_chance: Whether the blocks are about to leave the device. The write policy may wait for that.
-            wait_for_room: While room for all chunks of a path is being made, store none yet (`StoreOrder.retry`).
-            stream: Do not drop chunks for which room is being made: they can be given again (`StoreOrder.later`).
-            tick: Tick of the request; `None` for that of the last request that began.
+            before_eviction: Whether the blocks are about to leave the device. The write policy may wait for that.
+            wait_for_room: While room for all chunks of a path is being made, store none yet (`ScheduledStore.retry`).
+            stream: Do not drop chunks for which room is being made: they can be given again (`ScheduledStore.later`).
+            request_number: Number of the request; `None` for that of the last request that began.
         """
-        self._state.check_tick(tick)
+        self._state.check_request_number(request_number)
         check_paths(paths)
         blocks = None if blocks is None else check_blocks(blocks, paths)
         for group, path in paths.items():
@@ -387,24 +395,24 @@ class TieredCache:
         if len(paths) > 1:
             check_distinct([key for path in paths.values() for keys in (path.keys, path.past_window) for key in keys])
         nodes = {group: self._offloader.check(path, group) for group, path in paths.items()}
-        orders = dict[int, StoreOrder]()
+        scheduled = dict[int, ScheduledStore]()
         for group, path in paths.items():
-            if orders:  # the orders before may have evicted some
+            if scheduled:  # those before may have evicted some
                 nodes[group] = self._offloader.check(path, group)
             into = None if blocks is None else blocks.get(group, ())
-            orders[group] = self._offloader.store(
+            scheduled[group] = self._offloader.store(
                 path,
                 nodes[group],
                 into,
                 group,
-                last_chance=last_chance or blocks is None,
+                before_eviction=before_eviction or blocks is None,
                 wait_for_room=wait_for_room,
                 stream=stream,
-                tick=tick,
+                request_number=request_number,
             )
-            if path.past_window and not orders[group].retry:
+            if path.past_window and not scheduled[group].retry:
                 self._state.windows.slide([node for node in self._state.index.find_alone(path.past_window) if node])
-        return orders
+        return scheduled
 
     def discard(self, keys: Iterable[Key], tier: str) -> int:
         """Remove copies of a path in `tier` that are not leased, read or needed by descendants; returns how many."""
@@ -453,7 +461,7 @@ class TieredCache:
         self._proceed()
 
     def end_step(self) -> None:
-        """End the engine's step: chunks that lookups have kept for the step may be evicted, and backups are ordered."""
+        """End the engine's step: chunks protected for the step may be evicted, and backups are scheduled."""
         self._leases.end_step()
         self._proceed()
 
@@ -555,13 +563,13 @@ class TieredCache:
             self._give_up(wait.load, MissReason.DEADLINE)
             self._transfers.cancel_wait(wait)
 
-    def _ordered(self, load: Load, origins: Mapping[Key, str] | None) -> LoadOrder:
-        """The order of `load`, whose chunks have these `origins`. A load without jobs ends at once."""
+    def _scheduled(self, load: Load, origins: Mapping[Key, str] | None) -> ScheduledLoad:
+        """The jobs of `load`, whose chunks have these `origins`. A load without jobs ends at once."""
         load.sources = origins_of([key for _, keys in load.requests for key in keys], load.sources, origins)
         if not load.parts:
             self._conclude(load, MissReason.CANCELLED)
         jobs = tuple(LoadJob(job.transfer.job, len(job.statuses)) for job in load.parts)
-        return LoadOrder(sum(job.chunks for job in jobs), jobs)
+        return ScheduledLoad(sum(job.num_chunks for job in jobs), jobs)
 
     def _proceed(self) -> None:
         """Order prefetches that have waited for room, then backups."""
@@ -591,7 +599,7 @@ class TieredCache:
     def _count_misses(self, load: Load, misses: Sequence[MissReason]) -> None:
         self.counters.misses.update(misses)
         if self._state.log.on and load.outcome is not None:
-            self._state.log.loaded(load.requests, load.outcome.chunks, misses)
+            self._state.log.loaded(load.requests, load.outcome.num_chunks, misses)
 
     def _tier(self, name: str) -> int:
         if name not in self._state.tier_names:

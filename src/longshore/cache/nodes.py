@@ -191,11 +191,11 @@ class Nodes:
         "_tree",
         "child",
         "children",
-        "children_in",
         "depth",
         "find",
         "get",
         "key",
+        "num_children",
         "older",
         "orphans",
         "orphans_by_parent",
@@ -226,7 +226,7 @@ class Nodes:
         """The youngest child of each node, and its next older sibling; `ROOT` for none."""
         self.depth = zeros(self.size)
         self.slot = [array("i", [NONE]) * self.size for _ in pools]
-        self.children_in = [zeros(self.size) for _ in pools]
+        self.num_children = [zeros(self.size) for _ in pools]
         self.reachable = bytearray(self.size)
         self.depth[ROOT], self.depth[ORPHANS] = -1, _FAR
         self.reachable[ROOT], self.reachable[ORPHANS] = ROOTED, ORPHANED
@@ -335,7 +335,7 @@ class Nodes:
         more = max(0, LISTS + sum(pool.capacity for pool in self.pools) - self.size)
         self.key.grow(self.size + more)
         self._tree.grow(more)
-        for counts in (self.depth, *self.children_in):
+        for counts in (self.depth, *self.num_children):
             counts.extend(zeros(more))
         for slots in self.slot:
             slots.extend(array("i", [NONE]) * more)

@@ -1,7 +1,7 @@
 """Writes to colder tiers: which chunks are stored, when, and which are dropped.
 
     offload   device ──► host                   chunks that are complete, or about to be evicted, by the write rule
-    backup    host ──► file ──► the next ...    heads first, by the write rules (`longshore.cache.settings`)
+    backup    host ──► file ──► the next ...    heads first, by the write rules (`longshore.cache.write_policy`)
 
 Offloads for which there is no room are dropped and counted. Backups are postponed.
 
@@ -21,10 +21,12 @@ import numpy.typing as npt
 
 from longshore.boundary import Addresses, Key, Section, Slots
 from longshore.cache.columns import as_i32, count_leading, i32_view, runs_of
+from longshore.cache.counters import DropReason
 from longshore.cache.nodes import ROOT
-from longshore.cache.settings import OfferFilter, Retention, WriteBudget, WriteRule, priorities
+from longshore.cache.settings import Retention, priorities
 from longshore.cache.transfers import TierSlots, Transfers
-from longshore.cache.types import DropReason, GroupKeys, StoreOrder
+from longshore.cache.types import GroupKeys, ScheduledStore
+from longshore.cache.write_policy import OfferFilter, WriteBudget, WriteRule
 
 OFFER_FILTER_SIZE = 1 << 16
 """Number of chunks whose offers a selective write policy counts before they are stored."""
@@ -52,9 +54,9 @@ class Offloader:
         self._budgets = [WriteBudget(rule.bytes_per_second) for rule in rules]
         self._offer_filter = OfferFilter(rules[0].threshold, OFFER_FILTER_SIZE) if rules[0].selective else None
 
-    def wants(self, *, last_chance: bool) -> bool:
-        """Whether to store chunks now: those that have become complete on the device, or, `last_chance`, leave it."""
-        return self._rules[0].policy.wants(last_chance=last_chance)
+    def wants(self, *, before_eviction: bool) -> bool:
+        """Whether to store chunks now: those that are now complete on the device, or, `before_eviction`, leave it."""
+        return self._rules[0].policy.wants(before_eviction=before_eviction)
 
     def store(
         self,
@@ -63,17 +65,17 @@ class Offloader:
         blocks: Sequence[int] | None,
         group: int,
         *,
-        last_chance: bool,
+        before_eviction: bool,
         wait_for_room: bool = False,
         stream: bool = False,
-        tick: int | None = None,
-    ) -> StoreOrder:
+        request_number: int | None = None,
+    ) -> ScheduledStore:
         """Order the offload of chunks of a path that are in no tier. `nodes` is the result of `check`.
 
         `blocks` is `None` if the engine moves the bytes.
         """
-        if not self.wants(last_chance=last_chance):
-            return StoreOrder(None)
+        if not self.wants(before_eviction=before_eviction):
+            return ScheduledStore(None)
         state, settings, keys, first, retention = (
             self._state,
             self._transfers.settings,
@@ -86,7 +88,7 @@ class Offloader:
             size = settings.group(group)[1]
             prompt_tokens = prompt_tokens.checked(len(keys) * size)
         alone = settings.stands_alone(group)
-        state.set_request(tick)
+        state.set_request(request_number)
         end = len(keys) if prompt is None or not settings.prompt_only else max(first, min(prompt, len(keys)))
         if alone:
             offload = self._offload_alone(
@@ -136,7 +138,7 @@ class Offloader:
         *,
         wait_for_room: bool = False,
         stream: bool = False,
-    ) -> StoreOrder:
+    ) -> ScheduledStore:
         """`store` for chunks that need their ancestors. `path` are the nodes of chunks in the index."""
         state, index, known = self._state, self._state.index, first + len(path)
         parent = index.get(keys[known - 1]) if known else ROOT
@@ -161,11 +163,11 @@ class Offloader:
             len(fresh), needed, pool, orphan=orphan, wait_for_room=wait_for_room, stream=stream, path=fresh
         )
         if wait_for_room and waiting:
-            return StoreOrder(None, retry=True)
+            return ScheduledStore(None, retry=True)
         kept, accepted = lacking[count] if count < len(lacking) else len(keys), lacking[:count]
         later = lacking[count : count + waiting]
         if not count:
-            return StoreOrder(None, kept=kept, known=there, later=later)
+            return ScheduledStore(None, kept=kept, known=there, later=later)
         job, slots, parents = self._transfers.new_id(), list[int](), list[Key | None]()
         for start, end in runs_of(accepted):
             run = keys[accepted[start] : accepted[end - 1] + 1]
@@ -175,11 +177,11 @@ class Offloader:
             nodes = [state.pools[0].node[slot] for slot in slots]
             state.priorities.apply(nodes, accepted, retention, self._transfers.now)
         sections = () if blocks is None else self._sections(group, accepted, first, blocks)
-        self._transfers.order(
+        self._transfers.schedule(
             job, fresh[:count], parents, None, TierSlots(0, slots), sections=sections, command=blocks is not None
         )
         addresses = Addresses(Slots(state.levels[0].name, pool, tuple(slots)))
-        return StoreOrder(job, accepted, addresses, kept, there, later=later)
+        return ScheduledStore(job, accepted, addresses, kept, there, later=later)
 
     def _offload_alone(
         self,
@@ -192,7 +194,7 @@ class Offloader:
         group: int,
         prompt: int,
         wait_for_room: bool = False,
-    ) -> StoreOrder:
+    ) -> ScheduledStore:
         """`store` for chunks that stand alone. Chunks from position `prompt` on are not stored.
 
         `nodes` are the nodes of the last chunks. Chunks in the last window get room first, and are evicted last.
@@ -214,9 +216,9 @@ class Offloader:
         for pin in pins:
             state.unpin(pin)
         if waiting:
-            return StoreOrder(None, retry=True)
+            return ScheduledStore(None, retry=True)
         wanted = wanted[len(wanted) - admitted :]
-        job, slots = self._order_alone(keys, wanted, first, blocks, group)
+        job, slots = self._schedule_alone(keys, wanted, first, blocks, group)
         known = [position for position in known if state.index.key[at[position]] == keys[position]]
         at[wanted] = i32_view(state.pools[0].node)[as_i32(slots)]
         self._retain(at, wanted, retention)
@@ -226,9 +228,9 @@ class Offloader:
         had[there] = True
         addresses = Addresses(Slots(state.levels[0].name, pool, tuple(slots)))
         lead, before = first + count_leading(had[first:]), tuple(known[bisect_left(known, first) :])
-        return StoreOrder(job, tuple(wanted), addresses, lead, before)
+        return ScheduledStore(job, tuple(wanted), addresses, lead, before)
 
-    def _order_alone(
+    def _schedule_alone(
         self, keys: Sequence[Key], wanted: Sequence[int], first: int, blocks: Sequence[int] | None, group: int
     ) -> tuple[int | None, list[int]]:
         """Order the offload of the chunks at `wanted`, for which there is room; returns job and slots."""
@@ -237,7 +239,7 @@ class Offloader:
         job, mine = self._transfers.new_id(), list(map(keys.__getitem__, wanted))
         slots = self._state.allocate_alone(mine, job, self._transfers.settings.pool_of(group))
         sections = () if blocks is None else self._sections(group, wanted, first, blocks)
-        self._transfers.order(
+        self._transfers.schedule(
             job, mine, [None] * len(mine), None, TierSlots(0, slots), sections=sections, command=blocks is not None
         )
         return job, slots
@@ -275,7 +277,7 @@ class Offloader:
     def make_clean_room(self, nodes: Sequence[int], *, back_up: bool) -> int:
         """Make room for `nodes` in the host tier without evicting dirty chunks; returns for how many leading ones.
 
-        With `back_up`, backups of as many chunks as lack room are ordered.
+        With `back_up`, backups of as many chunks as lack room are scheduled.
         """
         room = self._transfers.evictor.room_for(0, nodes, spare_dirty=True)
         if back_up and room < len(nodes) and self._state.coldest:
@@ -343,7 +345,7 @@ class Offloader:
     def _copy_down(self, chosen: Sequence[int], tier: int) -> None:
         """Order one job that copies `chosen` from `tier` to the one below, which has room."""
         if chosen:
-            self._transfers.order_copies(chosen, tier, tier + 1)
+            self._transfers.schedule_copies(chosen, tier, tier + 1)
 
     def _admit(
         self,

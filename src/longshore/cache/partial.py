@@ -36,7 +36,7 @@ class PromptTokens(NamedTuple):
     Attributes:
         tokens: Token ids from the first chunk on, in `[0, 2**32)`, as many as may be reused. Equal ids must mean equal
             content: replace placeholders of multimodal items by ids that are specific to the item.
-        root: The root of the first key (`Scope.root`).
+        root: The root of the first key (`Scope.digest`).
         beside: Chunks on the device by parent key (or root): keys, and the tokens of each.
     """
 

@@ -21,8 +21,8 @@ from longshore.cache.columns import FreeList, as_i32, has_duplicates, i32_view, 
 from longshore.errors import CacheError, CapacityError, IntegrityError, StateError
 
 
-class State(enum.Enum):
-    """State of a slot."""
+class SlotState(enum.Enum):
+    """SlotState of a slot."""
 
     FREE = "free"
     FILLING = "filling"
@@ -42,19 +42,19 @@ class State(enum.Enum):
 
 EDGES = MappingProxyType(
     {
-        (State.FREE, State.FILLING): "a job was ordered to write it",
-        (State.FREE, State.READY): "recovered at start from an earlier process",
-        (State.FILLING, State.READY): "all bytes are in place, of this generation, from all ranks",
-        (State.FILLING, State.FREE): "the write failed, and no reader waits",
-        (State.FILLING, State.DRAINING): "no longer wanted, or failed while readers wait",
-        (State.READY, State.FREE): "evicted or removed, without readers",
-        (State.READY, State.DRAINING): "removed with active readers",
-        (State.DRAINING, State.FREE): "the last job that used it has ended",
+        (SlotState.FREE, SlotState.FILLING): "a job was ordered to write it",
+        (SlotState.FREE, SlotState.READY): "recovered at start from an earlier process",
+        (SlotState.FILLING, SlotState.READY): "all bytes are in place, of this generation, from all ranks",
+        (SlotState.FILLING, SlotState.FREE): "the write failed, and no reader waits",
+        (SlotState.FILLING, SlotState.DRAINING): "no longer wanted, or failed while readers wait",
+        (SlotState.READY, SlotState.FREE): "evicted or removed, without readers",
+        (SlotState.READY, SlotState.DRAINING): "removed with active readers",
+        (SlotState.DRAINING, SlotState.FREE): "the last job that used it has ended",
     }
 )
 """Every legal edge, with its meaning."""
 
-STATES = tuple(State)
+STATES = tuple(SlotState)
 """The state of a slot is stored as its index here."""
 
 FREE, FILLING, READY, DRAINING = range(len(STATES))

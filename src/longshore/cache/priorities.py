@@ -49,7 +49,7 @@ class Priorities:
         makers: Sequence[type[EvictionPolicy]],
         serving: Callable[[], tuple[int, int]],
     ) -> None:
-        """`serving` returns the tick for which uses are counted, and the number of its reuse hint."""
+        """`serving` returns the number of the request for which uses are counted, and the number of its reuse hint."""
         self.used = False
         self._index = index
         self._policies = policies

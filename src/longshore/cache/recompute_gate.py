@@ -158,14 +158,14 @@ class RecomputeGate:
         """
         round_trip = self._route(run.tier).round_trip
         answered = now + round_trip  # the queue is that of loads ordered then
-        saved = self.prefill_seconds(context, run.chunks * self._chunk_tokens)
+        saved = self.prefill_seconds(context, run.num_chunks * self._chunk_tokens)
         cost = self._load_seconds(self._chunks_by_route([run]), answered, {})
         if saved is None or cost is None:
             return True
         if cost + round_trip <= saved:
             return True
-        attempt = Run(run.tier, -(-run.chunks // _TRY_SHARE))
-        loss = round_trip - self._gain(context, [attempt], attempt.chunks, answered, {}, 0.0)
+        attempt = Run(run.tier, -(-run.num_chunks // _TRY_SHARE))
+        loss = round_trip - self._gain(context, [attempt], attempt.num_chunks, answered, {}, 0.0)
         budget = min(self._try_budget + self._explore * saved, max(saved, loss))
         if for_prefetch:
             return False
@@ -183,8 +183,8 @@ class RecomputeGate:
         `least`: chunks that are loaded in any case. `for_prefetch`: the request is looked up again: refused chunks are
         not counted, and no load is tried.
         """
-        total = sum(run.chunks for run in runs)
-        at_hand = max(least, runs[0].chunks if runs and runs[0].tier == HOST else 0)
+        total = sum(run.num_chunks for run in runs)
+        at_hand = max(least, runs[0].num_chunks if runs and runs[0].tier == HOST else 0)
         if at_hand >= total:
             return total
         count = max(at_hand, self.chunks_to_load(context, runs, now, tries=not for_prefetch))
@@ -216,7 +216,7 @@ class RecomputeGate:
         queued = queued or {}
         _check(context=context, now=now, spare=spare)
         _check(**queued)
-        total = sum(run.chunks for run in runs)
+        total = sum(run.num_chunks for run in runs)
         saved = self.prefill_seconds(context, total * self._chunk_tokens)
         cost = self._load_seconds(self._chunks_by_route(runs), now, queued)
         if not total or saved is None or cost is None:
@@ -265,19 +265,19 @@ class RecomputeGate:
                 self._routes[tier].bytes_within(spare, now, queued.get(tier))
                 for tier in self._route_tiers[runs[0].tier]
             ]
-            within = int(min(max(min(bytes_by_route) // self._chunk_bytes, 0), runs[0].chunks)) if spare else 0
-            return {0, within, runs[0].chunks}
+            within = int(min(max(min(bytes_by_route) // self._chunk_bytes, 0), runs[0].num_chunks)) if spare else 0
+            return {0, within, runs[0].num_chunks}
         ends, count = {0}, 0
         tally = self._chunks_by_route(())
         for run in runs:
             before = dict(tally)
             for tier in self._route_tiers[run.tier]:
-                tally[tier] += run.chunks
+                tally[tier] += run.num_chunks
             slowest = max(spare, self._load_seconds(before, now, queued) or 0.0)
             for tier in self._route_tiers[run.tier]:
                 free = self._routes[tier].bytes_within(slowest, now, queued.get(tier)) // self._chunk_bytes
-                ends.add(count + int(min(max(free - before[tier], 0), run.chunks)))
-            count += run.chunks
+                ends.add(count + int(min(max(free - before[tier], 0), run.num_chunks)))
+            count += run.num_chunks
             ends.add(count)
         return ends
 
@@ -286,7 +286,7 @@ class RecomputeGate:
         for run in runs:
             self._route(run.tier)
             for tier in self._route_tiers[run.tier]:
-                tally[tier] += run.chunks
+                tally[tier] += run.num_chunks
         return tally
 
     def _load_seconds(self, tally: Mapping[str, int], now: float, queued: Mapping[str, float]) -> float | None:
@@ -464,8 +464,8 @@ def _leading(runs: Sequence[Run], count: int) -> list[Run]:
     for run in runs:
         if count <= 0:
             break
-        taken.append(Run(run.tier, min(count, run.chunks)))
-        count -= run.chunks
+        taken.append(Run(run.tier, min(count, run.num_chunks)))
+        count -= run.num_chunks
     return taken
 
 

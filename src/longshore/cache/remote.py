@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from longshore.boundary import Key, Probe, ProbeResult, Status
+from longshore.cache.counters import Answer, DropReason, MissReason
 from longshore.cache.events import EventKind
-from longshore.cache.settings import OfferFilter, WritePolicy, WriteRule
 from longshore.cache.transfers import Job, TierSlots, Transfers
-from longshore.cache.types import Answer, DropReason, MissReason
+from longshore.cache.write_policy import OfferFilter, WritePolicy, WriteRule
 from longshore.errors import JobError
 
 MAX_ANSWERS = 1 << 16
@@ -45,7 +45,7 @@ class RemoteKeys:
         """Whether the tier has a key, and until when the answer is valid."""
         self._sent: dict[Key, int] = {}
         """Keys that were stored or are queued, so that they are not stored again unless found missing. With each, the
-        tick at which it was stored or read last; 0 while it is queued."""
+        number of the request at which it was stored or read last; 0 while it is queued."""
         self.keeps: int | None = None
         """For how many requests the tier keeps what is stored, by its answers; `None` until it has lost a chunk."""
         self._asked: dict[Key, int] = {}
@@ -112,7 +112,7 @@ class RemoteKeys:
         """`key` was stored in the tier, or read from it."""
         self.learn(key, present=True)
         if key in self._sent:
-            self._sent[key] = self._transfers.state.tick
+            self._sent[key] = self._transfers.state.last_request_number
         if key in self._asked:
             self._probes[self._asked[key]].overtaken.add(key)
         if self._announced is not None and key in self._announced:
@@ -173,7 +173,7 @@ class RemoteKeys:
         since = self._sent.get(key)
         if not since:
             return
-        age = self._transfers.state.tick - since
+        age = self._transfers.state.last_request_number - since
         if not present:
             self.keeps = age if self.keeps is None else min(self.keeps, age)
         elif self.keeps is not None:
@@ -336,7 +336,7 @@ class RemoteTiers:
             else:
                 above, slots = [before, *batch[:-1]], state.allocate(batch, before, job, pool)
                 before = batch[-1]
-            record = transfers.order(
+            record = transfers.schedule(
                 job, batch, above, None, TierSlots(0, slots), remote=tier.name, deadline=deadline, prefetch=True
             )
             self._in_flight[job] = tier, record
@@ -408,7 +408,7 @@ class RemoteTiers:
                 self._send(at, keys if seen is None else keys[: seen.leading(keys)])
 
     def proceed(self) -> None:
-        """Process ended jobs, queue chunks that have arrived, and order stores within the limits."""
+        """Process ended jobs, queue chunks that have arrived, and schedule stores within the limits."""
         self._conclude()
         if arrived := self._transfers.arrived_from_device:
             self.offer(arrived)
@@ -438,7 +438,7 @@ class RemoteTiers:
         for slot in slots:
             pool.readers[slot] += 1
         job, above = self._transfers.new_id(), index.parent_keys(nodes)
-        record = self._transfers.order(
+        record = self._transfers.schedule(
             job, [index.key[node] for node in nodes], above, TierSlots(0, slots), None, remote=tier.name
         )
         self._in_flight[job] = tier, record

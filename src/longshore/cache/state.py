@@ -23,6 +23,7 @@ import numpy.typing as npt
 from longshore.boundary import Key, Status
 from longshore.cache.backlog import Backlog
 from longshore.cache.columns import as_i32, i32_view, u8_view, unique
+from longshore.cache.counters import Counters, MissReason, SizeStats, TierStats
 from longshore.cache.events import EVICTED, RESET, EventKind, EventLog
 from longshore.cache.eviction import EvictionPolicy
 from longshore.cache.eviction.hit_rates import ReuseHint, ReuseHints
@@ -33,9 +34,9 @@ from longshore.cache.partial import PartialPrefixes
 from longshore.cache.pool import DRAINING, FILLING, FREE, READY, SlotPool
 from longshore.cache.priorities import Priorities, WindowMarks
 from longshore.cache.settings import CacheSettings
-from longshore.cache.types import Counters, MissReason, Run, SizeStats, TierStats
+from longshore.cache.types import Run
 from longshore.errors import CacheError
-from longshore.monitoring.metric_names import EVICTED_AGE_SECONDS
+from longshore.monitoring.metric_table import EVICTED_AGE_SECONDS
 
 _NOWHERE = 255
 """No tier has this number."""
@@ -88,8 +89,8 @@ class CacheState:
         self.log.hidden = settings.self_test_key
         self._token_width = settings.token_width
         self.reuse_hints = ReuseHints()
-        self.tick = self.current_tick = 0
-        """The last tick that was drawn, and that of the request that uses are counted for."""
+        self.last_request_number = self.current_request_number = 0
+        """The number of the last request that began, and that of the request that uses are counted for."""
         self.changes = 0
         """Increases with each change that may make a copy evictable, allow a copy down, or free slots."""
         self._begin()
@@ -107,14 +108,14 @@ class CacheState:
         """1 for nodes that a lookup protects until the end of the step."""
         self._invalid_copies: list[tuple[int, int]] = []
         """Tiers and slots of invalid copies, to be removed when the step ends."""
-        self.kept_in_host: set[int] = set()
-        """Nodes whose copies stay in the warmest tier, for a prefetch that lacks room."""
+        self.pinned_in_host: set[int] = set()
+        """Nodes whose copies in the warmest tier are pinned, for a prefetch that lacks room."""
         self.grow()
         for policy in self.policies:
-            policy.begin(self.tick)
+            policy.begin(self.last_request_number)
 
     def _current_request(self) -> tuple[int, int]:
-        return self.current_tick, self.reuse_hints.of(self.current_tick)
+        return self.current_request_number, self.reuse_hints.of(self.current_request_number)
 
     def ranked_slots(self, tier: int) -> int:
         """The slots of all chunks that the policy of `tier` ranks."""
@@ -381,7 +382,7 @@ class CacheState:
 
     def reset_warmer(self, first: int) -> None:
         """Remove all chunks from tiers warmer than tier `first`, and those being written to any tier."""
-        self.keep_in_host(())
+        self.pin_in_host(())
         for tier, pool in enumerate(self.pools):
             for slot in list(pool.writer):
                 if pool.state[slot] == FILLING:
@@ -398,8 +399,8 @@ class CacheState:
         self.pins.setdefault(node, set()).add(pin)
         return pin
 
-    def is_kept(self, node: int) -> bool:
-        """Whether a lease, or a lookup in this step, keeps the last copy of `node`."""
+    def is_pinned(self, node: int) -> bool:
+        """Whether a lease, or a lookup in this step, pins the last copy of `node`."""
         return node in self.pins or bool(self.protected[node])
 
     def unpin(self, pin: Pin) -> None:
@@ -414,10 +415,10 @@ class CacheState:
             del self.pins[node]
             self._recheck_evictable(node)
 
-    def keep_in_host(self, nodes: Iterable[int]) -> None:
-        """Keep exactly the copies of `nodes` in the warmest tier from eviction."""
-        before, self.kept_in_host = self.kept_in_host, set(nodes)
-        self.recheck_evictable(np.array(sorted(before - self.kept_in_host), np.int32))
+    def pin_in_host(self, nodes: Iterable[int]) -> None:
+        """Pin exactly the copies of `nodes` in the warmest tier."""
+        before, self.pinned_in_host = self.pinned_in_host, set(nodes)
+        self.recheck_evictable(np.array(sorted(before - self.pinned_in_host), np.int32))
 
     def check_pool(self, nodes: Sequence[int], pool: int) -> None:
         """Raise `CacheError` if one of `nodes` (0 is no node) is of another pool."""
@@ -439,29 +440,33 @@ class CacheState:
         return len(self.policies[tier]) + len(pool.writer) + pool.room(largest)
 
     def begin_request(self, keys: Sequence[Key], known: int, reuse_hint: ReuseHint | None = None) -> int:
-        """A request for the path `keys` begins, of which the first `known` are in some tier; returns its tick.
+        """A request for the path `keys` begins, of which the first `known` are in some tier; returns its number.
 
         `reuse_hint` is the hint about when its chunks are used again.
         """
-        self.tick = self.current_tick = self.tick + 1
+        self.last_request_number = self.current_request_number = self.last_request_number + 1
         last = self.index.get(keys[known - 1]) if known else ROOT
-        hint = self.reuse_hints.begin(self.tick, self.log.now, reuse_hint)
+        hint = self.reuse_hints.begin(self.last_request_number, self.log.now, reuse_hint)
         for policy in self.policies:
-            policy.begin(self.tick, len(keys), last, keys[known:], hint)
-        return self.tick
+            policy.begin(self.last_request_number, len(keys), last, keys[known:], hint)
+        return self.last_request_number
 
-    def check_tick(self, tick: int | None) -> None:
-        """Raise `CacheError` for a tick that no lookup returned."""
-        if tick is not None and not (isinstance(tick, int) and 0 < tick <= self.tick):
-            raise CacheError(f"expected a tick from 1 to {self.tick}, as lookups return them, got {tick!r}")
+    def check_request_number(self, request_number: int | None) -> None:
+        """Raise `CacheError` for a number that no lookup returned."""
+        if request_number is not None and not (
+            isinstance(request_number, int) and 0 < request_number <= self.last_request_number
+        ):
+            raise CacheError(
+                f"request_number: expected 1 to {self.last_request_number}, as lookups say, got {request_number!r}"
+            )
 
-    def set_request(self, tick: int | None) -> None:
-        """Count the following uses for the request of this tick; for `None`, for the last one that began."""
-        tick = self.tick if tick is None else tick
-        if tick != self.current_tick:
-            self.current_tick = tick
+    def set_request(self, request_number: int | None) -> None:
+        """Count the following uses for the request of this number; for `None`, for the last one that began."""
+        request_number = self.last_request_number if request_number is None else request_number
+        if request_number != self.current_request_number:
+            self.current_request_number = request_number
             for policy in self.policies:
-                policy.begin(tick, hint=self.reuse_hints.of(tick))
+                policy.begin(request_number, hint=self.reuse_hints.of(request_number))
 
     def touch(self, nodes: Sequence[int] | npt.NDArray[np.int32]) -> None:
         """The chunks of a path, tail first, were used by the current request. Heads are evicted last."""
@@ -565,7 +570,7 @@ class CacheState:
             for pin in self.pins.pop(node, ()):
                 pin.node = ROOT
             self.protected[node] = 0
-            self.kept_in_host.discard(node)
+            self.pinned_in_host.discard(node)
             self.backlog.forget(node)
         else:
             if cause == EVICTED:
@@ -575,7 +580,7 @@ class CacheState:
             self._recheck_evictable(node)
             if before := index.orphans.get(node):  # its copies may be in warmer tiers now
                 self.attach_orphans((index.get(before),))
-        if parent > ORPHANS and not index.children_in[tier][parent]:
+        if parent > ORPHANS and not index.num_children[tier][parent]:
             self._recheck_evictable(parent)
 
     def _remove_from_policies(self, node: int, tier: int, evicted: Key | None) -> None:

@@ -18,7 +18,7 @@ import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat, takewhile
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -41,12 +41,12 @@ from longshore.boundary import (
     Urgency,
 )
 from longshore.cache.columns import as_i32, i32_view
+from longshore.cache.counters import DropReason, MissReason
 from longshore.cache.events import WEIGHTS, EventKind
 from longshore.cache.evictor import Evictor
-from longshore.cache.index import Index
 from longshore.cache.settings import CacheSettings
-from longshore.cache.state import CacheState, Pin
-from longshore.cache.types import DropReason, MissReason, Outcome
+from longshore.cache.state import CacheState
+from longshore.cache.types import Outcome
 from longshore.errors import CacheError, JobError
 
 
@@ -56,12 +56,12 @@ class Load:
 
     Attributes:
         wait: Number of the wait for the load.
-        began: Time at which the load was ordered, in seconds.
+        began: Time at which the load was scheduled, in seconds.
         is_whole: Whether the load counts only if all its chunks arrive. Any other counts up to the first missing one.
         requests: The requested keys, by name of the request.
         of_first: How many of these keys are of the first group.
-        sources: For each ordered chunk, the tier that it is read from, or was read from into the warmest tier before.
-        not_ordered: For each chunk that was not ordered, which are the last ones, why.
+        sources: For each scheduled chunk, the tier that it is read from, or was read from into the warmest tier before.
+        not_scheduled: For each chunk that was not scheduled, which are the last ones, why.
         parts: The jobs that copy it.
         outcome: What has arrived, once the load has ended.
     """
@@ -72,7 +72,7 @@ class Load:
     requests: Sequence[tuple[str | None, Sequence[Key]]] = ()
     of_first: int = 0
     sources: list[str] = field(default_factory=list)
-    not_ordered: list[MissReason] = field(default_factory=list)
+    not_scheduled: list[MissReason] = field(default_factory=list)
     parts: list[Job] = field(default_factory=list)
     outcome: Outcome | None = None
 
@@ -98,11 +98,11 @@ class Load:
                 has_failed = True
                 misses.append(reason)
         self.outcome = Outcome(arrived, tuple(self.sources[:arrived]))
-        return misses + self.not_ordered
+        return misses + self.not_scheduled
 
     def revoke(self) -> list[MissReason]:
         """A reset has invalidated the load: set an empty outcome. Returns the misses that were not counted yet."""
-        misses = [] if self.outcome is not None else [MissReason.CANCELLED] * len(self.sources) + self.not_ordered
+        misses = [] if self.outcome is not None else [MissReason.CANCELLED] * len(self.sources) + self.not_scheduled
         self.outcome = Outcome(0, ())
         return misses
 
@@ -114,54 +114,6 @@ class Load:
                     yield unfinished
                 else:
                     yield None if status is Status.OK else MissReason.of(status)
-
-
-@dataclass(slots=True, eq=False)
-class LeasedChunks:
-    """Leased chunks of one KV cache group: `keys`, at `positions` of their path, kept by pins on nodes.
-
-    A pin on the last chunk keeps a path. Chunks that stand `alone` have a pin each. `blocks` is the number of device
-    blocks of a load, where the lookup has determined it.
-    """
-
-    keys: Sequence[Key]
-    positions: Sequence[int]
-    pins: Sequence[Pin]
-    group: int = 0
-    alone: bool = field(default=False, kw_only=True)
-    blocks: int = field(default=0, kw_only=True)
-
-    def nodes(self, index: Index) -> list[int]:
-        """The nodes of the chunks, head first, up to the first one that was removed."""
-        if self.alone:
-            return list(takewhile(bool, (pin.node for pin in self.pins)))
-        tail = self.pins[0].node
-        if not tail:
-            return index.reachable_nodes(self.keys)
-        last = self.positions[-1]
-        path = index.path(tail, last - self.positions[0] + 1)
-        return path[::-1] if len(path) == len(self.keys) else [path[last - at] for at in self.positions]
-
-
-@dataclass(slots=True, eq=False)
-class LeaseRecord:
-    """What the control plane knows of a lease: the leased chunks, of one or several groups, its load and prefetch."""
-
-    parts: Sequence[LeasedChunks]
-    request: str | None
-    tick: int
-    is_multi_group: bool = field(kw_only=True)
-    load: Load | None = None
-    prefetch: Wait | None = None
-
-    @property
-    def keys(self) -> list[Key]:
-        """The keys of all groups, one group after the other."""
-        return [key for part in self.parts for key in part.keys]
-
-    def nodes(self, index: Index) -> list[int]:
-        """The nodes of all groups, of each up to the first one that was removed."""
-        return [node for part in self.parts for node in part.nodes(index)]
 
 
 class TierSlots(NamedTuple):
@@ -176,7 +128,7 @@ class Job:
     """One transfer in flight between two sides, of which one may be the device (`None`).
 
     It is `commanded` unless the engine moves the bytes itself. `pending_ranks` are the ranks that have not reported,
-    `waits` the waits of requests for its destination, by number; `tick` is the tick of the request that ordered it.
+    `waits` the waits of requests for its destination, by number; `request_number` that of the request that ordered it.
     Of a read by the engine itself, `sources` are the tiers that its chunks, `of_first` group or not, are hits of.
     """
 
@@ -185,7 +137,7 @@ class Job:
     destination: TierSlots | None = None
     load: Load | None = None
     commanded: bool = True
-    tick: int = 0
+    request_number: int = 0
     sources: Sequence[str] = ()
     of_first: bool = False
     pending_ranks: set[int] = field(init=False)
@@ -435,7 +387,7 @@ class Transfers:
             if pool.writer != writers[tier]:
                 raise CacheError(f"slots of {self._name(tier)} have writers {pool.writer}, not {writers[tier]}")
 
-    def order(
+    def schedule(
         self,
         job: int,
         keys: Sequence[Key],
@@ -480,7 +432,7 @@ class Transfers:
         if writing:
             self.writing[remote if destination is None else destination.tier] += len(keys)
         record = self.jobs[job] = Job(
-            transfer, source, destination, load, commanded=command, tick=self.state.current_tick
+            transfer, source, destination, load, commanded=command, request_number=self.state.current_request_number
         )
         if destination is not None and self.state.log.on:
             self.state.log.record(EventKind.ORDERED, keys, tier=self._name(destination.tier))
@@ -488,10 +440,10 @@ class Transfers:
             self.outbox.append(transfer)
         return record
 
-    def order_copies(
+    def schedule_copies(
         self, nodes: Sequence[int], tier: int, to: int, *, prefetch: bool = False, has_readers: bool = False
     ) -> Job:
-        """Order one job that copies `nodes`, parents first, from `tier` to the tier `to`, which has room.
+        """Schedule one job that copies `nodes`, parents first, from `tier` to the tier `to`, which has room.
 
         `has_readers`: the sources have a reader already.
         """
@@ -500,7 +452,7 @@ class Transfers:
         for slot in () if has_readers else sources:
             self.state.pools[tier].readers[slot] += 1
         sides = TierSlots(tier, sources), TierSlots(to, self.state.allocate_copies(nodes, to, job))
-        return self.order(job, index.key[nodes].tolist(), index.parent_keys(nodes), *sides, prefetch=prefetch)
+        return self.schedule(job, index.key[nodes].tolist(), index.parent_keys(nodes), *sides, prefetch=prefetch)
 
     def _items(
         self,
@@ -561,7 +513,7 @@ class Transfers:
             if self.arrived_from_device is not None and ours and job.transfer.route.source == DEVICE:
                 items = zip(job.transfer.items, statuses, strict=True)
                 self.arrived_from_device += [item.key for item, status in items if status is Status.OK]
-            state.set_request(job.tick)
+            state.set_request(job.request_number)
             attached = state.end_writes(tier, slots)
             if self.arrived_from_device is not None:
                 self.arrived_from_device += state.index.key[attached].tolist()

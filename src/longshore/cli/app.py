@@ -11,7 +11,7 @@ from longshore.cli.bench import bench
 from longshore.cli.ctl import ctl
 from longshore.cli.demo import demo
 from longshore.cli.doctor import doctor
-from longshore.cli.engine_config import sglang_config, vllm_config
+from longshore.cli.engine_config import settings_reference, sglang_config, vllm_config
 from longshore.cli.files import explain, fsck, gc, inspect
 from longshore.cli.monitoring import metrics, top
 from longshore.cli.output import run
@@ -37,6 +37,7 @@ app.command()(top)
 app.command()(metrics)
 app.command()(replay)
 app.command()(plan)
+app.command("config")(settings_reference)
 app.command()(vllm_config)
 app.command()(sglang_config)
 app.add_typer(bench)

@@ -17,7 +17,7 @@ def doctor(
     urls: Annotated[
         list[str] | None, typer.Argument(help="Stores to check, beside those of the settings.", show_default=False)
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file with settings, see docs/settings.md.")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file with settings; `longshore config` lists them.")] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Any setting, for example --set host_size=64GiB; repeatable.")
     ] = None,

@@ -1,26 +1,60 @@
-"""`longshore vllm-config` and `sglang-config`: the configuration of an engine, checked before that is started.
+"""The reference of all settings, and the configuration of an engine, checked before that is started.
 
+config            every setting: values, default, meaning
 vllm-config       the value of vLLM's `--kv-transfer-config`
 sglang-config     the flags of SGLang's server for its hierarchical cache over our files
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 import shlex
+from itertools import groupby
+from operator import attrgetter
 from typing import Annotated, Any
 
 import typer
+from rich.padding import Padding
+from rich.text import Text
 
 from longshore.boundary import DISK_PAGE
-from longshore.cli.options import plain_setting, settings_with, size_of
-from longshore.cli.output import write_json
+from longshore.cli.options import Json, plain_setting, settings_with, size_of
+from longshore.cli.output import console, write_json
 from longshore.config import Config
 from longshore.engines import kv_transfer
 from longshore.engines.sglang import flags
 from longshore.errors import ConfigError
 
 FilePath = Annotated[str | None, typer.Option(help="Directory of the file tier, on a local NVMe drive.")]
+
+
+def settings_reference(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[SETTING...]", help="Only these settings.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List all settings: the values allowed, the default, and the meaning with its unit.
+
+    They are given with --set SETTING=VALUE, in the table `longshore` of a TOML file, or as arguments of `Config.make`.
+    """
+    known = {each.name: each for each in Config.reference()}
+    for name in names or ():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else "longshore config lists all"
+            raise ConfigError(f"{name[:80]!r} is not a setting; {hint}")
+    shown = [each for name, each in known.items() if not names or name in names]
+    if as_json:
+        write_json({"settings": [each._asdict() for each in shown]})
+        return
+    out = console()
+    for section, settings in groupby(shown, attrgetter("section")):
+        out.print(section, style="bold", markup=False)
+        for each in settings:
+            out.print(f"  {each.name}", style="cyan", end="")
+            out.print(f": {each.values}; default: {each.default or 'unset'}", markup=False)
+            out.print(Padding(Text(each.meaning), (0, 0, 0, 6)))
+        out.print()
 
 
 def vllm_config(
@@ -33,7 +67,8 @@ def vllm_config(
     settings: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", help="Any setting of docs/settings.md, for example --set backup=write_through; repeatable."
+            "--set",
+            help="Any setting that `longshore config` lists, for example --set backup=write_through; repeatable.",
         ),
     ] = None,
     report_failures: Annotated[
@@ -68,7 +103,9 @@ def sglang_config(
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Any setting of docs/settings.md, for example --set gate=false; repeatable."),
+        typer.Option(
+            "--set", help="Any setting that `longshore config` lists, for example --set gate=false; repeatable."
+        ),
     ] = None,
     theirs: Annotated[
         list[str] | None,

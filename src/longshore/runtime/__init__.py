@@ -3,7 +3,7 @@
 from longshore.runtime.block_guard import BlockGuard
 from longshore.runtime.loop import BackgroundLoop, Runtime
 from longshore.runtime.recorder import EventRecorder
-from longshore.tiers.host import KeyedMover, TierMover
+from longshore.tiers.mover import KeyedMover, TierMover
 
 __all__ = [
     "BackgroundLoop",

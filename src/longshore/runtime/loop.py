@@ -38,9 +38,9 @@ from longshore.boundary import (
     leading_ok,
 )
 from longshore.cache import Lease, Progress, RecomputeGate, TieredCache
-from longshore.cache.types import GuardCounters, LookupCounters
+from longshore.cache.counters import GuardCounters, LookupCounters
 from longshore.errors import LongshoreError, PlanError, TierClosedError, log_seldom
-from longshore.runtime.containment import CallLog, log_fault, refusal_status
+from longshore.runtime.error_handler import CallLog, log_fault, refusal_status
 from longshore.tiers.base import Tier
 
 _log = logging.getLogger(__name__)
@@ -207,7 +207,7 @@ class Runtime:
         with self._lock, self._typed_faults():
             runs = self._cache.progress(lease).runs
             if self.gate is None:
-                return sum(run.chunks for run in runs)
+                return sum(run.num_chunks for run in runs)
             return self.gate.worth_loading(context, runs, self.clock(), least=least, for_prefetch=for_prefetch)
 
     def observe_prefill(self, context: int, tokens: int, seconds: float) -> None:

@@ -54,7 +54,7 @@ _PARTS = 512
 """Pieces of memory that one system call sends, at most: each value is three of them."""
 _SEND_BYTES = 256 << 10
 """Bytes of images after which what is ready is sent: the client receives while the next checksums are computed."""
-_THERE = (Presence.READY, Presence.COLDER)
+_THERE = (Presence.WARMEST, Presence.COLDER)
 _WORDS, _WORD_BYTES, _LINE_BYTES = 4, 512, 16
 _ADDRESS = re.compile(rb"ls1/([0-9a-f]{64})/([0-9a-f]{64})")
 _COMMAND = re.compile(
@@ -85,7 +85,7 @@ class TierSource:
         self._bytes = host.slabs.image_bytes[0]
         self.at_once = max(1, min(_AT_ONCE // self._bytes, _PARTS // 3))
         """Values that are held together, at most."""
-        self._tick: int | None = None
+        self._request_number: int | None = None
         """Of all reads for peers: they are no requests of this engine."""
 
     def lengths(self, addresses: Sequence[bytes]) -> list[int]:
@@ -128,7 +128,7 @@ class TierSource:
                     names = {key: each for each in addresses if (key := self._key(each, namespace)) is not None}
                     seen = self._seen(cache, list(names))
                     if was_read or Presence.COLDER not in seen.presences:
-                        is_ready = [each is Presence.READY for each in seen.presences]
+                        is_ready = [each is Presence.WARMEST for each in seen.presences]
                         ready = list(compress(names, is_ready))
                         if not ready:
                             return {}
@@ -138,8 +138,8 @@ class TierSource:
                         return {names[key]: (at, Identity(namespace, key, self._bytes)) for key, at in slots}
                     there = [key for key, each in zip(names, seen.presences, strict=True) if each in _THERE]
                     path, now = {0: GroupKeys(there)}, self._runtime.clock()
-                    order = cache.lookup(path, now, independent=True, count=False, tick=self._tick)
-                    self._tick, was_read = order.tick, True
+                    order = cache.lookup(path, now, independent=True, count=False, request_number=self._request_number)
+                    self._request_number, was_read = order.request_number, True
                     if (lease := order.lease) is not None:
                         reading.callback(self._release, lease)
                         cache.prefetch(lease, now, policy=PrefetchPolicy.TIMEOUT, timeout=READING)

@@ -61,7 +61,7 @@ def count_fetchable(runtime: Runtime, path: GroupKeys, context: int, chunk_token
         )
     runtime.wait_jobs(found.probes, timeout)
     with runtime.transaction() as cache:
-        return _known_after(runtime, cache, path, context, chunk_tokens, probe=False, for_prefetch=False).chunks
+        return _known_after(runtime, cache, path, context, chunk_tokens, probe=False, for_prefetch=False).num_chunks
 
 
 def fetch_and_wait(
@@ -100,21 +100,21 @@ def fetch(
     found = _known_after(
         runtime, cache, path, context, chunk_tokens, probe=probe, for_prefetch=for_prefetch, is_agreed=is_agreed
     )
-    if not found.chunks:
+    if not found.num_chunks:
         return Fetch(found.probes)
-    end = found.begin + found.chunks
+    end = found.begin + found.num_chunks
     wanted = path._replace(chunks=path.keys[:end], prompt_tokens=None)
     jobs = cache.prefetch({0: wanted}, runtime.clock(), timeout=found.timeout)
     return Fetch(found.probes, jobs, dict(zip(path.keys[found.begin : end], found.stores, strict=False)))
 
 
 class _Fetchable(NamedTuple):
-    """What stores have of a path after its ready chunks, from `begin` on: the first `chunks` are worth fetching."""
+    """What stores have of a path after its ready chunks, from `begin` on: the first `num_chunks` are worth fetching."""
 
     probes: tuple[int, ...]
     begin: int
     stores: Sequence[str] = ()
-    chunks: int = 0
+    num_chunks: int = 0
     timeout: float | None = None
 
 
@@ -130,7 +130,7 @@ def _known_after(
     is_agreed: bool = False,
 ) -> _Fetchable:
     now = runtime.clock()
-    ready = cache.lookup({0: path}, now, protect=Protection.NONE, count=False).chunks
+    ready = cache.lookup({0: path}, now, protect=Protection.NONE, count=False).num_chunks
     begin, context = path.start + ready, context + ready * chunk_tokens
     rest = path.keys[begin:]
     if not rest:
@@ -139,7 +139,7 @@ def _known_after(
     known = cache.lookup({0: GroupKeys(rest)}, now, protect=Protection.NONE, independent=True, remote_tiers=asked)
     stores = list(takewhile(bool, known.remote_sources.get(0, ())))
     runs = [Run(name, len(list(same))) for name, same in groupby(stores)]
-    count, longest = sum(run.chunks for run in runs), fetch_timeout(runtime, cache, runs, now)
+    count, longest = sum(run.num_chunks for run in runs), fetch_timeout(runtime, cache, runs, now)
     if count and runtime.gate is not None and not is_agreed:
         count = runtime.gate.worth_loading(context, runs, now, for_prefetch=for_prefetch)
     return _Fetchable(known.probes, begin, stores, count, longest)

@@ -122,7 +122,7 @@ def _clear(stack: Stack, key: Key) -> None:
 def _offload(stack: Stack, key: Key, blocks: Sequence[int]) -> None:
     stack.transfer_engine.begin_step(None)
     with stack.runtime.transaction() as cache:
-        job = cache.store({0: GroupKeys([key])}, {0: blocks}, last_chance=True)[0].job
+        job = cache.store({0: GroupKeys([key])}, {0: blocks}, before_eviction=True)[0].job
     if job is None:
         raise SelfTestError("the first tier did not accept the test block")
     if not stack.runtime.wait_jobs([job], stack.config.write_timeout):

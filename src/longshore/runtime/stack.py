@@ -47,7 +47,8 @@ from longshore.tiers.arena import Arena, ArenaSettings
 from longshore.tiers.arena.pinning import CudaRegistrar, TorchCudaRuntime
 from longshore.tiers.base import KeyedTier, Tier
 from longshore.tiers.file import FileTier, GdsFileTier, capacity_for
-from longshore.tiers.host import HostSlabs, KeyedMover, TierMover
+from longshore.tiers.host import HostSlabs
+from longshore.tiers.mover import KeyedMover, TierMover
 from longshore.tiers.remote import ClusterTier, RemoteTier, open_store, parse_url
 from longshore.transfer.device.base import Device
 from longshore.transfer.engine import TransferEngine
@@ -167,11 +168,11 @@ class Stack:
             return list
         with self.runtime.transaction() as cache:
             runs, dirty = cache.progress(lease).runs, cache.backups_needed
-        tiers = [run.tier for run in runs for _ in range(run.chunks)][: -(-(skip + len(blocks)) // per_chunk)]
+        tiers = [run.tier for run in runs for _ in range(run.num_chunks)][: -(-(skip + len(blocks)) // per_chunk)]
         missing = len(tiers) - tiers.count(FILE if self.host is None else HOST)
         if missing > self._part or (missing and len(tiers) + dirty > 2 * self._part):  # room has to be made
             origins = {**dict(zip(path.keys[path.start :], tiers, strict=False)), **(origins or {})}
-            found = found._replace(chunks=min(len(tiers), found.chunks))
+            found = found._replace(num_chunks=min(len(tiers), found.num_chunks))
             return lambda: self._load_in_parts(found, path, blocks, on_job, skip, request, origins)
         begin = functools.partial(self._order_load, lease, blocks, skip, on_job, origins, timeout)
         if not missing:
@@ -190,16 +191,18 @@ class Stack:
     ) -> list[str]:
         runtime, per_chunk, sources = self.runtime, self.config.blocks_per_chunk, list[str]()
         deadline = runtime.clock() + self.config.load_timeout
-        while len(sources) < found.chunks and (left := deadline - runtime.clock()) > 0:
+        while len(sources) < found.num_chunks and (left := deadline - runtime.clock()) > 0:
             done, now = len(sources), runtime.clock()
-            end = min(found.chunks, done + self._part)
+            end = min(found.num_chunks, done + self._part)
             part = GroupKeys(path.keys[: path.start + end], path.start + done)
             with runtime.transaction() as cache:
-                here = cache.lookup({0: part}, now, request=request, tick=found.tick, count=False, remote_tiers=())
+                here = cache.lookup(
+                    {0: part}, now, request=request, request_number=found.request_number, count=False, remote_tiers=()
+                )
                 if here.lease is None:
                     break
                 cache.prefetch(here.lease, now, policy=PrefetchPolicy.TIMEOUT, timeout=left)
-            mine = blocks[max(0, done * per_chunk - skip) : (done + here.chunks) * per_chunk - skip]
+            mine = blocks[max(0, done * per_chunk - skip) : (done + here.num_chunks) * per_chunk - skip]
             try:
                 runtime.wait_load(here.lease)
                 if (left := deadline - runtime.clock()) > 0:
@@ -218,8 +221,8 @@ class Stack:
         blocks: Sequence[int],
         on_job: JobCallback,
         *,
-        last_chance: bool = False,
-        tick: int | None = None,
+        before_eviction: bool = False,
+        request_number: int | None = None,
         timeout: float = 0.0,
     ) -> int:
         """Store chunks of a path as `TieredCache.store` does.
@@ -236,7 +239,13 @@ class Stack:
             part, skipped = path._replace(chunks=names[:end], start=first), (first - path.start) * per_chunk
             mine = blocks[skipped : (end - path.start) * per_chunk]
             with runtime.transaction() as cache:
-                order = cache.store({0: part}, {0: mine}, last_chance=last_chance, wait_for_room=left > 0, tick=tick)[0]
+                order = cache.store(
+                    {0: part},
+                    {0: mine},
+                    before_eviction=before_eviction,
+                    wait_for_room=left > 0,
+                    request_number=request_number,
+                )[0]
                 if order.job is not None:
                     at = [position - first for position in order.positions]
                     on_job(order.job, [block for i in at for block in mine[i * per_chunk : (i + 1) * per_chunk]])
@@ -259,7 +268,7 @@ class Stack:
         per_chunk, at = self.config.blocks_per_chunk, -skip
         with self.runtime.transaction() as cache:
             for job in cache.load(lease, {0: blocks}, skip=skip, timeout=timeout, origins=origins).jobs:
-                end = at + job.chunks * per_chunk
+                end = at + job.num_chunks * per_chunk
                 on_job(job.job, blocks[max(0, at) : end])
                 at = end
 
@@ -403,7 +412,7 @@ def open_stack(
                 config.file_path,
                 capacity=config.file_size,
                 image_bytes=sizes,
-                scope=scope.root,
+                scope=scope.digest,
                 threads=config.file_threads,
                 **({"arena": arena} if staging is None else {"memory": staging.arena}),
             )
@@ -423,7 +432,7 @@ def open_stack(
             functools.partial(open_store, url, name) for name, url in named_stores(config).items()
         ]
         for opener in (*openers, *open_remote):
-            tier = opener(arena=arena, image_bytes=sizes, scope=scope.root, generation=generation)
+            tier = opener(arena=arena, image_bytes=sizes, scope=scope.digest, generation=generation)
             undo.callback(tier.close)
             probers.append(KeyedMover(tier, slots))
         of_groups = {"groups": tuple(groups), "partial": partial, "pools": pools}

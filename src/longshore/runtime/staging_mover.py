@@ -35,7 +35,7 @@ from longshore.boundary import (
 from longshore.config import Config, format_bytes
 from longshore.errors import DeviceError, PlanError, TierClosedError, log_seldom
 from longshore.layout.model import KVLayout
-from longshore.runtime.containment import refusal_status
+from longshore.runtime.error_handler import refusal_status
 from longshore.tiers.base import Op, Tier, TierOp, check_batch
 from longshore.transfer.device.base import Device
 from longshore.transfer.engine import D2D, D2H, H2D, TransferEngine

@@ -476,13 +476,13 @@ class CacheReplay:
         cache, keys = self.cache, keys_of(path)
         self._now = now
         found = cache.lookup({0: GroupKeys(keys)}, now, reuse_hint=reuse_hint)
-        hits = loaded = found.chunks
+        hits = loaded = found.num_chunks
         lease = found.lease
         if lease is not None and self._part and hits > self._part:
             loaded = 0
             for first in range(0, hits, self._part):
                 part = GroupKeys(keys[: min(hits, first + self._part)], first)
-                mine = cache.lookup({0: part}, now, tick=found.tick).lease
+                mine = cache.lookup({0: part}, now, request_number=found.request_number).lease
                 if mine is None:
                     raise IntegrityError(f"held blocks were evicted: those found from {first} on")
                 wanted = len(part.keys) - first
@@ -496,7 +496,7 @@ class CacheReplay:
         elif lease is not None:
             loaded = self._load(lease, hits)
         if hits < len(keys):
-            self._store(keys, hits, found.tick)
+            self._store(keys, hits, found.request_number)
         if lease is not None:
             cache.release(lease)
         if self._part:
@@ -509,17 +509,19 @@ class CacheReplay:
         self.cache.load(lease, {0: range(wanted)})
         self._move()
         outcome = self.cache.progress(lease).outcome
-        if outcome is None or (outcome.chunks < wanted and not self._part):
+        if outcome is None or (outcome.num_chunks < wanted and not self._part):
             raise IntegrityError(f"not all of the {wanted} blocks found were loaded: {outcome}")
         self.hits.update(outcome.sources)
-        return outcome.chunks
+        return outcome.num_chunks
 
-    def _store(self, keys: Sequence[Key], first: int, tick: int | None) -> None:
+    def _store(self, keys: Sequence[Key], first: int, request_number: int | None) -> None:
         """Store what is behind the hits; if there are files, again as long as that makes room for more."""
         waits = bool(self._part)
         while first < len(keys):
             blocks = {0: range(first, len(keys))}
-            order = self.cache.store({0: GroupKeys(keys, first)}, blocks, tick=tick, wait_for_room=waits)[0]
+            order = self.cache.store(
+                {0: GroupKeys(keys, first)}, blocks, request_number=request_number, wait_for_room=waits
+            )[0]
             ordered = self._move()
             if not waits or not (order.positions or (order.retry and ordered)):
                 break

@@ -89,7 +89,7 @@ class _Visit:
         until: When the control plane gives its load up.
         wanted: Leading chunks that are to be loaded.
         loaded: Leading chunks that have come onto the device.
-        tick: Its tick in the cache, once it was matched.
+        request_number: Its number in the cache, once it was matched.
     """
 
     request: TraceRequest
@@ -104,7 +104,7 @@ class _Visit:
     until: float = math.inf
     wanted: int = 0
     loaded: int = 0
-    tick: int | None = None
+    request_number: int | None = None
 
 
 class _Working:
@@ -382,11 +382,13 @@ class Replica:
     def _look(self, visit: _Visit, end: int) -> Found:
         """Lease what the tiers have of the keys up to `end`, behind what is leased already."""
         path = GroupKeys(visit.keys[:end], visit.matched)
-        found = self.cache.lookup({0: path}, self._now, tick=visit.tick, reuse_hint=visit.request.reuse_hint)
-        visit.tick = found.tick
+        found = self.cache.lookup(
+            {0: path}, self._now, request_number=visit.request_number, reuse_hint=visit.request.reuse_hint
+        )
+        visit.request_number = found.request_number
         if found.lease is not None:
-            visit.parts.append(_LeasedRun(found.lease, found.chunks))
-            visit.matched += found.chunks
+            visit.parts.append(_LeasedRun(found.lease, found.num_chunks))
+            visit.matched += found.num_chunks
         return found
 
     def _look_again(self, visit: _Visit) -> None:
@@ -465,9 +467,9 @@ class Replica:
             return
         self._loading.remove(visit)
         for part, outcome in zip(parts, outcomes, strict=True):
-            visit.loaded += outcome.chunks
-            self.tally.load(visit.number, {REMOTE: outcome.chunks} if part.fetched else Counter(outcome.sources))
-            if outcome.chunks < part.ordered:
+            visit.loaded += outcome.num_chunks
+            self.tally.load(visit.number, {REMOTE: outcome.num_chunks} if part.fetched else Counter(outcome.sources))
+            if outcome.num_chunks < part.ordered:
                 break
         self._ready(visit)
 
@@ -497,7 +499,7 @@ class Replica:
         if first < len(visit.keys):
             path, blocks = {0: GroupKeys(visit.keys, first)}, {0: range(len(visit.keys) - first)}
             held = self.cache.counters.drops[HOST][DropReason.BACKPRESSURE]
-            order = self.cache.store(path, blocks, tick=visit.tick)[0]
+            order = self.cache.store(path, blocks, request_number=visit.request_number)[0]
             had = {*order.positions, *order.known}
             busy = self.cache.counters.drops[HOST][DropReason.BACKPRESSURE] > held
             lacking = [visit.keys[at] for at in range(first, len(visit.keys)) if at not in had]

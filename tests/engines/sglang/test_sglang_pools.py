@@ -170,7 +170,7 @@ def test_calls_that_are_none_raise_nothing(rig: Rig, caplog: pytest.LogCaptureFi
 def test_pools_share_the_files_by_their_size(rig: Rig) -> None:
     sizes = {name: tiers.settings.file_size for name, tiers in rig.storage._tiers.items()}
     assert sizes["kv"] == 2 * sizes["swa"] == (16 << 20) * 2 // 3  # of 64 and of 32 pages
-    scopes = {tiers.stack.scope.root for tiers in rig.storage._tiers.values()}
+    scopes = {tiers.stack.scope.digest for tiers in rig.storage._tiers.values()}
     assert len(scopes) == 2
 
 

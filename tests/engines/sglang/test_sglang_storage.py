@@ -298,7 +298,7 @@ def test_without_a_rank_in_the_address_wrong_bytes_come_back(
 
 
 def scopes(rig: Rig) -> bytes:
-    return rig.storage._kv.stack.scope.root
+    return rig.storage._kv.stack.scope.digest
 
 
 def test_any_changed_byte_of_the_weights_is_another_scope(tmp_path: Path) -> None:

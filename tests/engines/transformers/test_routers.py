@@ -84,7 +84,7 @@ def test_a_router_knows_the_prefixes_of_a_store(config: Config, subscriber: Subs
         assert kept.store_prefix(PROMPT, prefill(model, PROMPT)) == 192
         assert kept._stack.runtime.flush(TIMEOUT)
         router = agreed(subscriber, kept._stack.runtime)
-        keys = chain(kept._stack.scope.root, PROMPT, chunk)
+        keys = chain(kept._stack.scope.digest, PROMPT, chunk)
         hashes = {block_hash(key) for key in keys}
         assert router.blocks[HOST] == router.blocks[FILE] == router.blocks[store(REMOTE)] == hashes
         for at, key in enumerate(keys):
@@ -111,7 +111,7 @@ def test_a_router_knows_the_blocks_of_continuous_batching(config: Config, subscr
         assert stack is not None
         assert stack.runtime.flush(TIMEOUT)
         router = agreed(subscriber, stack.runtime)
-        keys = chain(stack.scope.root, PROMPT, BLOCK * config.blocks_per_chunk)
+        keys = chain(stack.scope.digest, PROMPT, BLOCK * config.blocks_per_chunk)
         assert len(router.blocks[HOST]) >= len(keys) > 0
         assert {block_hash(key) for key in keys} <= router.blocks[HOST]
         assert router.blocks[store(REMOTE)] == router.blocks[HOST]

@@ -37,7 +37,7 @@ def make_model() -> Any:
 
 def scope(model: Any, salt: str = "") -> bytes:
     layout = from_rows(torch.zeros(4, 64, dtype=torch.uint8), pages_per_block=4, block_size=16)
-    return ModelScope(model, salt).compute_scope(layout).root
+    return ModelScope(model, salt).compute_scope(layout).digest
 
 
 def layer(model: Any) -> Any:

@@ -106,7 +106,7 @@ def test_reset_keeps_the_store_and_new_weights_rename_it(shared: Config) -> None
         assert store._stack.remote[0].namespace != name  # type: ignore[attr-defined]
         with store._stack.runtime.transaction() as cache:
             cache.reset(weights=True)
-        known = store._stack.scope.root
+        known = store._stack.scope.digest
         assert store._stack.remote[0].namespace not in (name, known)  # type: ignore[attr-defined]
 
 

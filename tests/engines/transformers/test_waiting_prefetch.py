@@ -329,7 +329,7 @@ def test_prefetched_blocks_are_loaded_regardless_of_the_gate(
     monkeypatch.setattr(
         RecomputeGate,
         "chunks_to_load",
-        lambda self, context, runs, now, tries: 0 if tries else sum(run.chunks for run in runs),
+        lambda self, context, runs, now, tries: 0 if tries else sum(run.num_chunks for run in runs),
     )
     with tiered(model, config, open_file=HeldFiles) as tiers, running(model, max_requests_per_batch=1) as manager:
         manager.add_request(PROMPTS[0], request_id="first", max_new_tokens=2000)

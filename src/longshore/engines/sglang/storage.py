@@ -47,8 +47,8 @@ from longshore.engines.weight_files import MEMO
 from longshore.errors import EngineError, LongshoreError
 from longshore.metrics import LongshoreCollector, MirroredMetrics
 from longshore.runtime.commands import ControlledEngine, ControlledGroup
-from longshore.runtime.containment import contained
 from longshore.runtime.control import ControlServer
+from longshore.runtime.error_handler import contained
 from longshore.runtime.loop import Runtime
 from longshore.runtime.remote_fetch import count_fetchable, fetch_and_wait
 from longshore.runtime.stack import Stack
@@ -71,12 +71,12 @@ _open = weakref.WeakSet["LongshoreStorage"]()
 
 
 class _LookedUp(NamedTuple):
-    """What was looked up: the tick, and the pages with those before them, if these are known.
+    """What was looked up: the number of the request, and the pages with those before them, if these are known.
 
     Its `share` of `_ASKED` counts what it has of a path together with other batches.
     """
 
-    tick: int | None = None
+    request_number: int | None = None
     path: GroupKeys | None = None
     share: int = 0
 
@@ -251,7 +251,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
             path = _whole_path(cache, keys, found.before, runtime.clock()) if stack.remote else None
         runtime.lookup_counters.requests += 1
         runtime.lookup_counters.attempts += 1
-        self._note(_LookedUp(found.tick, path), keys)
+        self._note(_LookedUp(found.request_number, path), keys)
         count = 0
         if found.lease is not None:
             try:
@@ -259,7 +259,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
             finally:
                 with runtime.transaction() as cache:
                     cache.release(found.lease)
-        if path is None or count < found.chunks:
+        if path is None or count < found.num_chunks:
             return count
         size = self._kv.pages.page_size
         return count + count_fetchable(runtime, path, path.start * size, size, self.settings.load_timeout)
@@ -283,7 +283,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
                 path = [*asked.path.keys[:first], *keys]  # of another prompt the look-up may be, which begins alike
                 part, size = GroupKeys(path, first + done), self._kv.pages.page_size
                 fetch_and_wait(runtime, part, part.start * size, size, left, is_agreed=True)  # by `count_fetchable`
-            arrived = self._load_part(part, pages[done:], asked.tick)
+            arrived = self._load_part(part, pages[done:], asked.request_number)
             done += arrived
             if not arrived or asked.path is None:
                 break
@@ -291,15 +291,17 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
             self._kv.no_wait_until = deadline + self.settings.load_timeout
         return 0 if self._why_off else done
 
-    def _load_part(self, part: GroupKeys, pages: Sequence[int], tick: int | None) -> int:
+    def _load_part(self, part: GroupKeys, pages: Sequence[int], request_number: int | None) -> int:
         """Fill `pages` with what leads of `part` and our tiers have; how many that are."""
         jobs, runtime = list[int](), self._runtime
         with runtime.transaction() as cache:
-            found = cache.lookup({0: part}, runtime.clock(), remote_tiers=(), tick=tick, count=False)
+            found = cache.lookup(
+                {0: part}, runtime.clock(), remote_tiers=(), request_number=request_number, count=False
+            )
         if found.lease is None:
             return 0
         try:
-            mine = pages[: found.chunks]
+            mine = pages[: found.num_chunks]
             return len(self._kv.stack.load_path(found, part, mine, lambda job, blocks: jobs.append(job)))
         finally:
             with contextlib.suppress(LongshoreError), runtime.transaction() as cache:
@@ -328,7 +330,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
             for at in batches:
                 path = asked.path and asked.path._replace(start=asked.path.start + at)
                 self._shares += share - self._asked.pop(keys[at], _LookedUp()).share
-                self._asked[keys[at]] = _LookedUp(asked.tick, path, share)
+                self._asked[keys[at]] = _LookedUp(asked.request_number, path, share)
             while self._shares > _ASKED and len(self._asked) > len(batches):
                 self._shares -= self._asked.popitem(last=False)[1].share
 
@@ -454,7 +456,7 @@ def _whole_path(cache: TieredCache, keys: Sequence[Key], before: Sequence[Key], 
             return None
         key = digests([last])
         found = _look(cache, key, now)
-        if not found.chunks:
+        if not found.num_chunks:
             return None
         before = [*found.before, *key]
     return GroupKeys([*before, *keys], len(before))

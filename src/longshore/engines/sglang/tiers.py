@@ -31,7 +31,7 @@ from longshore.engines.tensors import RowBlocks
 from longshore.errors import EngineError, LongshoreError
 from longshore.keys import Scope
 from longshore.layout import KVGroup, KVLayout, PageRef
-from longshore.runtime.containment import contained
+from longshore.runtime.error_handler import contained
 from longshore.runtime.loop import Runtime
 from longshore.runtime.selftest import self_test
 from longshore.runtime.stack import Stack, open_stack
@@ -155,7 +155,7 @@ class PoolTiers:
         undo.callback(self.stack.close)
         self.runtime: Runtime = self.stack.runtime
         self._runtime = self.runtime
-        _log.info("KV cache layout: %s, scope %s", layout, scope.root.hex()[:12])
+        _log.info("KV cache layout: %s, scope %s", layout, scope.digest.hex()[:12])
 
     def test(self, pool: Any) -> None:
         """Write a page that SGLang does not use into a file, and read it. Raises `SelfTestError`."""
@@ -208,7 +208,7 @@ class PoolTiers:
         with self.runtime.transaction() as cache:
             asked = {0: GroupKeys(digests(names))}
             here = cache.lookup(asked, self.runtime.clock(), protect=Protection.NONE, independent=True).residency[0]
-        return [each in (Presence.READY, Presence.COLDER) for each in here.presences]
+        return [each in (Presence.WARMEST, Presence.COLDER) for each in here.presences]
 
     @contained(lambda self, names, indices: 0, expected=(LongshoreError,))
     def load(self, names: Sequence[str], indices: torch.Tensor) -> int:
@@ -216,13 +216,15 @@ class PoolTiers:
         pages, runtime, timeout = self.pages.pages(indices, len(names)), self.runtime, self.settings.load_timeout
         if self.is_stuck():
             return 0
-        leases, tick, done = list[Lease](), None, 0
+        leases, request_number, done = list[Lease](), None, 0
         with self.bounded(timeout) as jobs:
             try:
                 with runtime.transaction() as cache:
                     for key, page in zip(digests(names), pages, strict=True):
-                        found = cache.lookup({0: GroupKeys([key])}, runtime.clock(), remote_tiers=(), tick=tick)
-                        tick = found.tick
+                        found = cache.lookup(
+                            {0: GroupKeys([key])}, runtime.clock(), remote_tiers=(), request_number=request_number
+                        )
+                        request_number = found.request_number
                         if found.lease is None:
                             break
                         leases.append(found.lease)
@@ -230,7 +232,7 @@ class PoolTiers:
                         jobs += [part.job for part in order.jobs]
                 for lease in leases:
                     outcome = runtime.wait_load(lease).outcome
-                    if outcome is None or not outcome.chunks:
+                    if outcome is None or not outcome.num_chunks:
                         break
                     done += 1
             finally:

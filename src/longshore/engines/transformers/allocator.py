@@ -32,7 +32,7 @@ from longshore.errors import DeviceError, EngineError, QueueFullError, TierClose
 from longshore.hints import RequestHints
 from longshore.keys import KeyChain, chain
 from longshore.runtime.block_guard import BlockGuard
-from longshore.runtime.containment import contained
+from longshore.runtime.error_handler import contained
 from longshore.runtime.loop import Runtime
 from longshore.runtime.remote_fetch import fetch_and_wait
 from longshore.runtime.stack import Stack
@@ -183,7 +183,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
         self._stop_waiting(self._lookups.values())
         self._stack, self._ahead = stack, None
         for lookup in self._lookups.values():
-            lookup.path = lookup.tick = lookup.kept = None  # of the former tiers
+            lookup.path = lookup.request_number = lookup.kept = None  # of the former tiers
         if stack is not None:
             if stack.host is not None and (stack.file is not None or stack.remote) and self.use_block_sharing:
                 self._ahead = WaitingPrefetcher(stack)
@@ -267,7 +267,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
             if lookup.path is not None and not lookup.is_counted:
                 lookup.is_counted = True
                 path, now, name = {0: lookup.path}, stack.runtime.clock(), lookup.request
-                cache.lookup(path, now, protect=Protection.NONE, request=name, tick=lookup.tick)
+                cache.lookup(path, now, protect=Protection.NONE, request=name, request_number=lookup.request_number)
 
     def mark_complete_blocks(self, request_id: str, token_ids: list[int], new_new_blocks: int) -> None:
         """A forward pass completed blocks of a request: commit the chunks that are whole now."""
@@ -344,8 +344,8 @@ class TieredAllocator(FullAttentionCacheAllocator):
     def _path(self, stack: Stack, prompt: list[int], present: int) -> GroupKeys:
         """What to look up of `prompt`, whose first `present` blocks are on the device."""
         per_chunk, limit = stack.config.blocks_per_chunk, self._limit(prompt)
-        keys = chain(stack.scope.root, prompt, per_chunk * self.tokens_per_page)[: -(-limit // per_chunk)]
-        text = PromptTokens(prompt[: limit * self.tokens_per_page], stack.scope.root) if per_chunk > 1 else None
+        keys = chain(stack.scope.digest, prompt, per_chunk * self.tokens_per_page)[: -(-limit // per_chunk)]
+        text = PromptTokens(prompt[: limit * self.tokens_per_page], stack.scope.digest) if per_chunk > 1 else None
         stack.record_tokens(keys, 0, prompt)
         return GroupKeys(keys, min(present // per_chunk, len(keys)), prompt_tokens=text)
 
@@ -372,11 +372,11 @@ class TieredAllocator(FullAttentionCacheAllocator):
                 now,
                 request=name,
                 count=False,
-                tick=lookup.tick,
+                request_number=lookup.request_number,
                 reuse_hint=lookup.hints.reuse_hint,
                 remote_tiers=(),
             )
-        lookup.tick, lease = found.tick, found.lease
+        lookup.request_number, lease = found.request_number, found.lease
         if lease is None:
             return [], []
         blocks: list[int] = []
@@ -387,8 +387,8 @@ class TieredAllocator(FullAttentionCacheAllocator):
             if FILE not in lookup.hints.load:
                 with stack.runtime.transaction() as cache:
                     chunks = min(chunks, cache.progress(lease).leading(HOST))
-            leading = found.partial.tokens // self.tokens_per_page if found.partial and chunks > found.chunks else 0
-            wanted = min(min(chunks, found.chunks) * per_chunk + leading - skip, limit - len(present))
+            leading = found.partial.tokens // self.tokens_per_page if found.partial and chunks > found.num_chunks else 0
+            wanted = min(min(chunks, found.num_chunks) * per_chunk + leading - skip, limit - len(present))
             if wanted <= 0:
                 return [], []
             reserve = -(-len(prompt) // self.tokens_per_page) - len(present)
@@ -450,7 +450,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
         chunk_tokens = per_chunk * self.tokens_per_page
         if request_id not in self._chains:
             prompt = self._begin(stack, request_id, token_ids, complete) // chunk_tokens
-            self._chains[request_id] = KeyChain(stack.scope.root, chunk_tokens), prompt
+            self._chains[request_id] = KeyChain(stack.scope.digest, chunk_tokens), prompt
         keys, prompt = self._chains[request_id]
         lookup = self._lookups.get(request_id)
         hints = stack.config.request_hints if lookup is None else lookup.hints
@@ -467,10 +467,10 @@ class TieredAllocator(FullAttentionCacheAllocator):
             tokens = array("I", mine) if per_chunk > 1 or stack.config.kv_events else None
             self._remember(_Chunk(keys.keys, position, prompt, blocks, retention, tokens))
         stack.record_tokens(keys.keys, known, token_ids[known * chunk_tokens : whole * chunk_tokens])
-        tick = None if lookup is None else lookup.tick
-        text = PromptTokens(token_ids[: whole * chunk_tokens], stack.scope.root) if per_chunk > 1 else None
+        request_number = None if lookup is None else lookup.request_number
+        text = PromptTokens(token_ids[: whole * chunk_tokens], stack.scope.digest) if per_chunk > 1 else None
         path = GroupKeys(keys.keys[:whole], prompt_end=prompt, retention=retention, prompt_tokens=text)
-        self._store(stack, path, table[: whole * per_chunk], last_chance=False, tick=tick)
+        self._store(stack, path, table[: whole * per_chunk], before_eviction=False, request_number=request_number)
 
     def _begin(self, stack: Stack, request_id: str, token_ids: list[int], complete: int) -> int:
         """The first blocks of a request are complete; returns how many of its tokens are its prompt.
@@ -519,19 +519,32 @@ class TieredAllocator(FullAttentionCacheAllocator):
             if known:  # of the chunks before them nothing is asked
                 stack.record_tokens(keys, tail.position + 1 - len(known), np.concatenate(known).tolist())
                 text = PromptTokens(
-                    np.concatenate([np.zeros(first * len(known[0]), np.uint32), *known]), stack.scope.root
+                    np.concatenate([np.zeros(first * len(known[0]), np.uint32), *known]), stack.scope.digest
                 )
             path = GroupKeys(keys, first, prompt_tokens=text, prompt_end=tail.prompt, retention=tail.retention)
-            self._store(stack, path, blocks, last_chance=True)
+            self._store(stack, path, blocks, before_eviction=True)
 
     def _store(
-        self, stack: Stack, path: GroupKeys, blocks: Sequence[int], *, last_chance: bool, tick: int | None = None
+        self,
+        stack: Stack,
+        path: GroupKeys,
+        blocks: Sequence[int],
+        *,
+        before_eviction: bool,
+        request_number: int | None = None,
     ) -> None:
         stack.transfer_engine.begin_step(self._compute)
         with stack.runtime.locked() as cache:
             is_long = len(path.keys) > cache.stats()[0].slots
-        timeout = stack.config.write_timeout if last_chance and is_long else 0.0
-        stack.store_path(path, blocks, self._guard.add, last_chance=last_chance, tick=tick, timeout=timeout)
+        timeout = stack.config.write_timeout if before_eviction and is_long else 0.0
+        stack.store_path(
+            path,
+            blocks,
+            self._guard.add,
+            before_eviction=before_eviction,
+            request_number=request_number,
+            timeout=timeout,
+        )
 
     # ------------------------------------------------------------------ blocks
 

@@ -160,7 +160,7 @@ class Tiers:
         if (stack := self.stack) is None:
             raise EngineError("there are no tiers now")
         with stack.runtime.locked() as cache:
-            return [chain(stack.scope.root, tokens, cache.settings.first_tokens)]
+            return [chain(stack.scope.digest, tokens, cache.settings.first_tokens)]
 
     def occupancy(self) -> dict[str, int]:
         """Bytes in use by tier, the device cache (blocks kept for reuse included) first."""
@@ -288,7 +288,7 @@ class Tiers:
             _log.warning("reopening the tiers after a failure of the control plane; the host tier starts empty")
             self._shut()
         stack = self.stack
-        if stack is not None and stack.scope.root != scope.root:
+        if stack is not None and stack.scope.digest != scope.digest:
             former, now = asdict(stack.scope), asdict(scope)
             others = ", ".join(name for name in former if former[name] != now[name])
             _log.warning("reopening the tiers, because these have changed: %s; blocks stored before are misses", others)

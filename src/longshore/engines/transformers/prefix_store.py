@@ -187,7 +187,7 @@ class PrefixStore:
 
         Also reopens them after an interrupted call.
         """
-        changed = self._scopes.compute_scope(self._layout).root != self._stack.scope.root
+        changed = self._scopes.compute_scope(self._layout).digest != self._stack.scope.digest
         if changed:
             _log.warning(
                 "the model's weights, code or settings have changed: prefixes stored before are not restored; store "
@@ -239,7 +239,7 @@ class PrefixStore:
                 GroupKeys(part, first, retention=retention),
                 blocks,
                 self._job_of(half),
-                last_chance=True,
+                before_eviction=True,
                 timeout=timeout,
             )
             if kept < len(part):
@@ -259,7 +259,7 @@ class PrefixStore:
         What a file has is read even where computing it would be faster: the setting `gate` is not asked. Raises
         `CopyTimeoutError` if copies do not end within `write_timeout`.
         """
-        cache, done, tick, wanted = DynamicCache(), 0, None, self._hints(hints)
+        cache, done, request_number, wanted = DynamicCache(), 0, None, self._hints(hints)
         with self._exclusive() as awake:
             if not awake or not wanted.load:
                 return cache, 0
@@ -268,8 +268,8 @@ class PrefixStore:
             keys, probe_remote = self._keys(tokens), REMOTE in wanted.load and bool(self._stack.remote)
             self._stack.record_tokens(keys, 0, tokens)
             while done < len(keys):
-                arrived, tick = self._restore_path(
-                    cache, GroupKeys(keys, done), tick, wanted, name, probe_remote=probe_remote
+                arrived, request_number = self._restore_path(
+                    cache, GroupKeys(keys, done), request_number, wanted, name, probe_remote=probe_remote
                 )
                 done += arrived
                 if not (arrived and probe_remote):
@@ -332,7 +332,7 @@ class PrefixStore:
         self.close()
 
     def _keys(self, tokens: Sequence[int]) -> list[bytes]:
-        return chain(self._stack.scope.root, tokens, self._chunk_tokens)
+        return chain(self._stack.scope.digest, tokens, self._chunk_tokens)
 
     def _hints(self, given: Hints) -> RequestHints:
         if given is None:
@@ -343,27 +343,32 @@ class PrefixStore:
         self,
         cache: DynamicCache,
         path: GroupKeys,
-        tick: int | None,
+        request_number: int | None,
         hints: RequestHints,
         request: str,
         *,
         probe_remote: bool,
     ) -> tuple[int, int | None]:
-        """Append what the tiers have of `path` to `cache`; how many chunks that is, and the tick of the restore."""
+        """Append what the tiers have of `path` to `cache`; how many chunks, and the number of the request."""
         runtime, chunk_tokens, done = self._stack.runtime, self._chunk_tokens, path.start
         if probe_remote:
             fetch_and_wait(runtime, path, path.start * chunk_tokens, chunk_tokens, self._config.load_timeout)
-        runtime.lookup_counters.requests += tick is None
+        runtime.lookup_counters.requests += request_number is None
         runtime.lookup_counters.attempts += 1
         with runtime.transaction() as tiered_cache:
             with runtime.lookup_counters.seconds.timed():
                 found = tiered_cache.lookup(
-                    {0: path}, runtime.clock(), request=request, tick=tick, reuse_hint=hints.reuse_hint, remote_tiers=()
+                    {0: path},
+                    runtime.clock(),
+                    request=request,
+                    request_number=request_number,
+                    reuse_hint=hints.reuse_hint,
+                    remote_tiers=(),
                 )
             if found.lease is None:
-                return 0, found.tick
-            most = found.chunks if FILE in hints.load else tiered_cache.progress(found.lease).leading(HOST)
-        chunks = min(most, found.chunks)
+                return 0, found.request_number
+            most = found.num_chunks if FILE in hints.load else tiered_cache.progress(found.lease).leading(HOST)
+        chunks = min(most, found.num_chunks)
         path = path._replace(chunks=path.keys[: path.start + chunks])
         states = self._empty_states(chunks * self._blocks_per_chunk)
         try:
@@ -377,7 +382,7 @@ class PrefixStore:
             known = both.flatten(2, 3)[:, :, : (done - path.start) * chunk_tokens]
             if done > path.start:
                 cache.update(known[:1], known[1:], layer)  # which copies them
-        return done - path.start, found.tick
+        return done - path.start, found.request_number
 
     def _load_parts(self, found: Found, path: GroupKeys, request: str) -> Generator[range]:
         """Load what was `found` of `path`, in parts; yields the staging blocks of each part that has arrived.
@@ -410,11 +415,16 @@ class PrefixStore:
         runtime, chunks, lease = self._stack.runtime, len(part.keys) - part.start, None
         blocks = self._blocks_of(half, chunks)
         with runtime.transaction() as cache:
-            if chunks < found.chunks:
+            if chunks < found.num_chunks:
                 lease = cache.lookup(
-                    {0: part}, runtime.clock(), request=request, tick=found.tick, count=False, remote_tiers=()
+                    {0: part},
+                    runtime.clock(),
+                    request=request,
+                    request_number=found.request_number,
+                    count=False,
+                    remote_tiers=(),
                 ).lease
-                found = found._replace(lease=lease, chunks=chunks)
+                found = found._replace(lease=lease, num_chunks=chunks)
             try:
                 wait = self._stack.start_load(found, part, blocks, self._job_of(half), request=request)
             except BaseException:

@@ -48,7 +48,7 @@ class PromptLookup:
     """The latest lookup for a request: transformers repeats it while the request waits, and it is counted once.
 
     `hints` are what the request says of its blocks. `context` of the prompt's `tokens` were on the device at time `at`.
-    `path` is what the tiers were asked for, `tick` that of the request in the cache, once it was looked up.
+    `path` is what the tiers were asked for, `request_number` that of the request in the cache, once it was looked up.
 
     While the request waits, `kept` is what is kept for it. Of its prompt `fetched` chunks are in host memory, on the
     device before them, or on their way. `is_fetched` says that no more will be prefetched, `is_late` that the request
@@ -62,7 +62,7 @@ class PromptLookup:
     at: float = 0.0
     sources: tuple[str, ...] = ()
     path: GroupKeys | None = None
-    tick: int | None = None
+    request_number: int | None = None
     is_counted: bool = False
     is_over: bool = False
     kept: KeptLease | None = None
@@ -141,10 +141,12 @@ class WaitingPrefetcher:
     def _keep(self, cache: TieredCache, lookup: PromptLookup, path: GroupKeys) -> KeptLease | None:
         """Lease what the tiers have of `path`."""
         now = self._runtime.clock()
-        found = cache.lookup({0: path}, now, request=lookup.request, count=False, tick=lookup.tick, remote_tiers=())
-        lookup.tick, lookup.kept = found.tick, None
+        found = cache.lookup(
+            {0: path}, now, request=lookup.request, count=False, request_number=lookup.request_number, remote_tiers=()
+        )
+        lookup.request_number, lookup.kept = found.request_number, None
         if found.lease is not None:
-            keys = list(path.keys[path.start : path.start + found.chunks])
+            keys = list(path.keys[path.start : path.start + found.num_chunks])
             lookup.kept = KeptLease(found.lease, keys if found.partial is None else [*keys, found.partial.key])
             self.keys.update(lookup.kept.keys)
         return lookup.kept

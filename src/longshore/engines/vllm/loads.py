@@ -210,11 +210,11 @@ class Loads:
         """Lease the slots of the next chunks, which are in host memory, to the workers."""
         ticket, runs, begins = self._jobs.ticket(), [NO_SLOTS] * self._groups, tuple(load.lent)
         order = cache.load(
-            {group: GroupKeys(keys) for group, keys in paths.items()}, tick=load.tick, origins=load.origins
+            {group: GroupKeys(keys) for group, keys in paths.items()}, request_number=load.tick, origins=load.origins
         )
         for group, part in zip(paths, order.jobs, strict=True):
             runs[group] = part.slots.of
-            load.lent[group] += part.chunks
+            load.lent[group] += part.num_chunks
             ticket.jobs.append((part.job, part.slots.of))
         if ticket.jobs:
             load.parts.append(ticket)
@@ -231,7 +231,7 @@ def _by_group(chunks: Sequence[tuple[int, Key]]) -> dict[int, list[Key]]:
 def _lease(cache: TieredCache, load: StreamedLoad, chunks: Sequence[tuple[int, Key]]) -> Lease | None:
     """A lease on `chunks`; `None` if no tier has any of them."""
     asked = {group: GroupKeys(keys) for group, keys in _by_group(chunks).items()}
-    return cache.lookup(asked, 0.0, independent=True, request=load.name, tick=load.tick).lease
+    return cache.lookup(asked, 0.0, independent=True, request=load.name, request_number=load.tick).lease
 
 
 def _release(cache: TieredCache, load: StreamedLoad) -> None:
@@ -246,7 +246,7 @@ def _ready(cache: TieredCache, paths: Paths) -> tuple[dict[int, Residency], list
     ready, rest = dict[int, Residency](), list[tuple[int, Key]]()
     for group, keys in paths.items():
         seen = keys if isinstance(keys, Residency) else residency(cache, keys)
-        lead = takewhile(lambda presence: presence is Presence.READY, () if rest else seen.presences)
+        lead = takewhile(lambda presence: presence is Presence.WARMEST, () if rest else seen.presences)
         count = len(list(lead))
         if count:
             ready[group] = seen.part(0, count)
@@ -254,7 +254,7 @@ def _ready(cache: TieredCache, paths: Paths) -> tuple[dict[int, Residency], list
     return ready, rest
 
 
-_TIER = {Presence.READY: HOST, Presence.IN_FLIGHT: HOST, Presence.COLDER: FILE, Presence.ABSENT: ""}
+_TIER = {Presence.WARMEST: HOST, Presence.IN_FLIGHT: HOST, Presence.COLDER: FILE, Presence.ABSENT: ""}
 
 
 def tiers_of(found: Sequence[Presence]) -> list[str]:

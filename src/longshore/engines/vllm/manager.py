@@ -53,16 +53,16 @@ from longshore.engines.vllm.tiers import SchedulerTiers
 from longshore.engines.vllm.worker import JobPart, SlotsSpec
 from longshore.errors import log_seldom
 from longshore.hints import RequestHints
-from longshore.monitoring.metric_names import LOOKUP_SECONDS
-from longshore.runtime.containment import contained
+from longshore.monitoring.metric_table import LOOKUP_SECONDS
 from longshore.runtime.control import ControlServer
+from longshore.runtime.error_handler import contained
 
 if TYPE_CHECKING:
     from longshore.runtime.peer_server import PeerServer
 
 _log = logging.getLogger(__name__)
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
-_THERE = (Presence.READY, Presence.COLDER)
+_THERE = (Presence.WARMEST, Presence.COLDER)
 LOAD = Route(HOST, DEVICE)
 _HIT_SOURCES = {HOST: CacheHitSource.HOST, FILE: CacheHitSource.DISK}
 WHOLE_PATHS = RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
@@ -425,10 +425,10 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
                     now,
                     protect=Protection.STEP,
                     independent=True,
-                    tick=request.tick,
+                    request_number=request.tick,
                     reuse_hint=request.hints.reuse_hint,
                 )
-            request.residency, request.tick = seen.residency[0], seen.tick
+            request.residency, request.tick = seen.residency[0], seen.request_number
         self._asked.append(request)
         if barred:
             request.answers = dict.fromkeys(asked, MISS)
@@ -451,10 +451,10 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         found = [Presence.IN_FLIGHT if at in coming else each for at, each in enumerate(found)] if coming else found
         self._count_misses(request, found, key, late=late, brought=brought, stalled=stalled)
         request.answers = dict.fromkeys(asked, HIT)
-        if found.count(Presence.READY) == len(found):
+        if found.count(Presence.WARMEST) == len(found):
             return HIT
         for each, presence in zip(request.asked_keys, found, strict=True):
-            if presence is Presence.READY:
+            if presence is Presence.WARMEST:
                 continue
             waits = presence is Presence.IN_FLIGHT and not late and not stalled
             # What was brought up for this request, and is colder again, would be so for ever.
@@ -505,7 +505,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         cold = {key for (key, end), each in ends if each is Presence.COLDER and end <= worth}
         request.streams = True
         request.origins.update(dict.fromkeys(cold, FILE))
-        return [Presence.READY if key in cold else each for (key, _), each in ends]
+        return [Presence.WARMEST if key in cold else each for (key, _), each in ends]
 
     def _count_misses(
         self,
@@ -549,7 +549,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         there = [key for key, presence in found if presence in _THERE]
         for group, mine in self._groups.split(there):
             chunks = {group: GroupKeys(request.ours(mine))}
-            lease = cache.lookup(chunks, now, independent=True, request=request.name, tick=request.tick).lease
+            lease = cache.lookup(chunks, now, independent=True, request=request.name, request_number=request.tick).lease
             if lease is not None:
                 cache.prefetch(lease, now, policy=PrefetchPolicy.TIMEOUT, timeout=self._jobs.timeout)
                 request.leases.append(lease)

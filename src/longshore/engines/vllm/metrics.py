@@ -28,9 +28,9 @@ from vllm.v1.kv_offload.base import (
 from longshore import __version__
 from longshore.boundary import DEVICE, FILE, HOST, REMOTE, Key
 from longshore.cache import DropReason, EventKind, MissReason, Presence, RouteTotals, TieredCache, TierSpec
+from longshore.cache.counters import Answer, Histogram
 from longshore.cache.events import WEIGHTS, Announcements, Change
-from longshore.cache.types import Answer, Histogram
-from longshore.monitoring.metric_names import METRICS, QUEUE_SECONDS, VALUES, Metric, MetricKind
+from longshore.monitoring.metric_table import METRICS, QUEUE_SECONDS, VALUES, Metric, MetricKind
 from longshore.runtime.tier_host import FAILURE_REASONS, HostedFileTier
 from longshore.tiers.base import Tier
 from longshore.tiers.remote import FAILURE_REASONS as OF_STORES
@@ -97,9 +97,9 @@ class OffloadingMetrics:
         waited for too long, and what was `brought` up for it once is not again. While the file tier is `stalled` it
         waits for nothing.
         """
-        if found.count(Presence.READY) == len(found):
+        if found.count(Presence.WARMEST) == len(found):
             return Counter()
-        first = next(i for i, presence in enumerate(found) if presence is not Presence.READY)
+        first = next(i for i, presence in enumerate(found) if presence is not Presence.WARMEST)
         reason = MissReason.ABSENT
         if found[first] is not Presence.ABSENT:
             if not late and not stalled and not (brought and found[first] is Presence.COLDER):

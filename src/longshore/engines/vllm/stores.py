@@ -19,7 +19,7 @@ from itertools import compress
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 from longshore.boundary import HOST, Key, Slots
-from longshore.cache import DropReason, GroupKeys, Presence, Protection, StoreOrder, TieredCache
+from longshore.cache import DropReason, GroupKeys, Presence, Protection, ScheduledStore, TieredCache
 from longshore.engines.vllm.changes import BlockValidity
 from longshore.engines.vllm.metrics import EventTranslator
 from longshore.engines.vllm.requests import (
@@ -118,7 +118,7 @@ class StoreJobs:
             reuse_hint = request.hints.reuse_hint
             request.tick = cache.lookup(
                 begins, first.since, protect=Protection.STEP, independent=True, reuse_hint=reuse_hint
-            ).tick
+            ).request_number
             cache.end_step()  # what this step reads is lent by now: heads may make way for what follows them
         groups = self._groups.split(keys if takes else ())
         if self.may_stream:  # windows get room first: they have no parts, so they are offered again with all the others
@@ -191,12 +191,12 @@ class StoreJobs:
         *,
         wait_for_room: bool = False,
         stream: bool = False,
-    ) -> StoreOrder | None:
+    ) -> ScheduledStore | None:
         """Have the cache give slots to the chunks of `path`; `None` if it refuses the call."""
         try:
-            return cache.store({group: path}, wait_for_room=wait_for_room, stream=stream, tick=store.request.tick)[
-                group
-            ]
+            return cache.store(
+                {group: path}, wait_for_room=wait_for_room, stream=stream, request_number=store.request.tick
+            )[group]
         except IntegrityError:
             raise
         except CacheError as error:  # before anything has changed

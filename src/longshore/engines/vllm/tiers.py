@@ -39,7 +39,8 @@ from longshore.runtime.tier_host import HostedFileTier, HostedRemoteTier
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import Tier
 from longshore.tiers.file.recovery import slabs_within
-from longshore.tiers.host import HostSlabs, KeyedMover, TierMover
+from longshore.tiers.host import HostSlabs
+from longshore.tiers.mover import KeyedMover, TierMover
 from longshore.tiers.remote.settings import parse_url
 
 if TYPE_CHECKING:
@@ -257,12 +258,12 @@ def _open_stores(
             name=name,
             image_bytes=note.image_bytes,
             arena=arena,
-            namespace=scope.root,
+            namespace=scope.digest,
             generation=0 if file is None else file.generation,
             fixed_weights=config.fixed_weights,
         )
         undo.callback(store.close)
-        _log.info("remote tier opened: %s (%s), namespace %s", name, store.settings, scope.root.hex()[:16])
+        _log.info("remote tier opened: %s (%s), namespace %s", name, store.settings, scope.digest.hex()[:16])
         yield store
     if config.serve or config.peer_networks:
         from longshore.tiers.remote.peers import PeerTier  # noqa: PLC0415 - only an engine with peers has it
@@ -274,7 +275,7 @@ def _open_stores(
             config.peer_networks,
             image_bytes=note.image_bytes,
             arena=arena,
-            namespace=scope.root,
+            namespace=scope.digest,
             generation=0 if file is None else file.generation,
             fixed_weights=config.fixed_weights,
         )
@@ -292,7 +293,7 @@ def _open_file_tier(
             capacity=config.file_size,
             image_bytes=note.image_bytes,
             arena=arena,
-            scope=scope.root,
+            scope=scope.digest,
             threads=config.file_threads,
             fixed_weights=config.fixed_weights,
         )

@@ -22,7 +22,7 @@ from longshore.cache import (
     Protection,
 )
 from longshore.errors import TraceError
-from longshore.runtime.containment import CallLog
+from longshore.runtime.error_handler import CallLog
 from residents import residents_of
 
 
