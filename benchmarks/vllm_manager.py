@@ -88,7 +88,7 @@ class Driven:
 def ours(blocks: int) -> Driven:
     """`LongshoreManager` over a host tier of so many blocks, whose workers are quick."""
     from longshore.engines.vllm.manager import LongshoreManager
-    from longshore.engines.vllm.replay import open_tiers
+    from longshore.engines.vllm.scheduler_replay import open_tiers
 
     store = open_tiers(blocks, Config.make(), AdmitsAll)
     return Driven(LongshoreManager(store, [0], 60.0), lambda spec: store.reports.stored(spec.job, 0, spec.indices, []))

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 from engine_runs import Serve, asked, prompts, tiers
-from test_vllm_changes import CONNECTOR
-from test_vllm_stores import free_port
+from test_vllm_remote_stores import free_port
+from test_vllm_weight_changes import CONNECTOR
 from tiny_models import save
 from vllm.v1.kv_offload.base import LookupResult
 from vllm_kit import Rig, file_settings, keys_of

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from streams_kit import CHUNKS, HOST_CHUNKS, Engine, finish_load, settled
+from parts_kit import CHUNKS, HOST_CHUNKS, Engine, finish_load, settled
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.request import Request, RequestStatus
 from vllm_kit import Group, file_settings, keys_of

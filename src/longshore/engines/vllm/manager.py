@@ -33,9 +33,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from longshore.boundary import DEVICE, FILE, HOST, Key, Route, Slots
 from longshore.cache import GroupKeys, MissReason, PrefetchPolicy, Presence, Protection, Residency, TieredCache
-from longshore.engines.vllm.changes import BlockValidity
 from longshore.engines.vllm.connector import Backoff
-from longshore.engines.vllm.loads import Loads, RemoteFetches, load_limit, tiers_of
+from longshore.engines.vllm.load_jobs import Loads, RemoteFetches, load_limit, tiers_of
 from longshore.engines.vllm.metrics import EventTranslator, OffloadingMetrics, peer_samples
 from longshore.engines.vllm.requests import (
     GROUP_BYTES,
@@ -48,8 +47,9 @@ from longshore.engines.vllm.requests import (
     residency,
     source_of,
 )
-from longshore.engines.vllm.stores import NO_SLOTS, StoreJobs
+from longshore.engines.vllm.store_jobs import NO_SLOTS, StoreJobs
 from longshore.engines.vllm.tiers import SchedulerTiers
+from longshore.engines.vllm.weight_changes import BlockValidity
 from longshore.engines.vllm.worker import JobPart, SlotsSpec
 from longshore.errors import log_seldom
 from longshore.hints import RequestHints

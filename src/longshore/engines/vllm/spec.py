@@ -16,7 +16,7 @@ from vllm.v1.kv_offload.base import OffloadingSpec
 
 from longshore.boundary import HOST, Key, Section, Slabs, Slot, by_size
 from longshore.cache import WritePolicy
-from longshore.engines.kv_transfer import read, refuse
+from longshore.engines.kv_transfer_config import check_parallelism, read_extra_config
 from longshore.engines.tensors import RowBlocks
 from longshore.engines.vllm import contract
 from longshore.engines.vllm.manager import LongshoreManager
@@ -106,13 +106,13 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
         """`config` is vLLM's `OffloadingConfig`. Raises `ConfigError`, `ContractError` or `EngineError`."""
         contract.check()
         super().__init__(config)
-        refuse(config.parallel, nodes())
+        check_parallelism(config.parallel, nodes())
         self.reports_failures = False
         """Whether the connector reports failed loads to vLLM; `LongshoreConnector` does."""
         self.offload_prompt_only = bool(self.extra_config.get("offload_prompt_only", False))
         self.replicated_layout = config.replicated_layout
         parallel = config.parallel
-        self.settings = read(
+        self.settings = read_extra_config(
             self.extra_config,
             config.cache.blocks_per_chunk,
             parallel.data_parallel_index,

@@ -37,8 +37,8 @@ from longshore.boundary import (
     Urgency,
     addresses,
 )
-from longshore.engines.vllm.changes import AdapterWatch, WeightWatch, report_adapter
 from longshore.engines.vllm.rendezvous import TIMEOUT
+from longshore.engines.vllm.weight_changes import AdapterWatch, WeightWatch, report_adapter
 from longshore.errors import EngineError, LongshoreError, TierError, log_seldom
 from longshore.runtime.rank_reports import RankReports
 from longshore.runtime.stack import take_back

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from streams_kit import CHUNKS, HOST_CHUNKS, Engine, finish_load, settled
+from parts_kit import CHUNKS, HOST_CHUNKS, Engine, finish_load, settled
 from vllm.v1.request import RequestStatus
 from vllm_kit import TOKENS
 

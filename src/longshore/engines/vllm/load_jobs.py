@@ -41,9 +41,9 @@ from longshore.cache import (
     Run,
     TieredCache,
 )
-from longshore.engines.vllm.changes import BlockValidity
 from longshore.engines.vllm.requests import GROUP_BYTES, ChunkGroups, JobContext, RequestState, Ticket, residency
-from longshore.engines.vllm.stores import NO_SLOTS
+from longshore.engines.vllm.store_jobs import NO_SLOTS
+from longshore.engines.vllm.weight_changes import BlockValidity
 from longshore.engines.vllm.worker import JobPart, SlotsSpec
 from longshore.runtime.loop import Runtime
 from longshore.runtime.remote_fetch import fetch_timeout, worth_probing

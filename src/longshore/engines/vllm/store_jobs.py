@@ -20,7 +20,6 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 from longshore.boundary import HOST, Key, Slots
 from longshore.cache import DropReason, GroupKeys, Presence, Protection, StoreOrder, TieredCache
-from longshore.engines.vllm.changes import BlockValidity
 from longshore.engines.vllm.metrics import EventTranslator
 from longshore.engines.vllm.requests import (
     JobContext,
@@ -34,6 +33,7 @@ from longshore.engines.vllm.requests import (
     position,
     residency,
 )
+from longshore.engines.vllm.weight_changes import BlockValidity
 from longshore.engines.vllm.worker import JobPart, SlotsSpec
 from longshore.errors import CacheError, IntegrityError
 from longshore.runtime.rank_reports import DONE

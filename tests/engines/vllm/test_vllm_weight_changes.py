@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.base import LookupResult
 from vllm_kit import Rig, file_settings, keys_of
 
 from longshore.engines.vllm import changes
-from longshore.engines.vllm.changes import WeightWatch
+from longshore.engines.vllm.weight_changes import WeightWatch
 from longshore.errors import EngineError
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
