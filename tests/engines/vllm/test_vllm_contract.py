@@ -14,7 +14,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.kv_offload import base, config
 
 from longshore.boundary import DEVICE, HOST, Route
-from longshore.engines.vllm import changes, contract
+from longshore.engines.vllm import contract, weight_changes
 from longshore.engines.vllm.connector import LongshoreConnector
 from longshore.engines.vllm.spec import layout_of
 from longshore.errors import ContractError
@@ -92,7 +92,7 @@ def test_a_worker_connector_without_its_loads_is_refused_at_start() -> None:
 
 def test_vllm_has_the_methods_that_change_weights() -> None:
     for path in ("cpu_worker.CPUWorker", "gpu_worker.Worker"):
-        contract.check_has(resolve_obj_by_qualname(f"vllm.v1.worker.{path}"), *changes.METHODS)
+        contract.check_has(resolve_obj_by_qualname(f"vllm.v1.worker.{path}"), *weight_changes.METHODS)
     with pytest.raises(ContractError, match="SimpleNamespace to have reload_weights"):
         contract.check_has(SimpleNamespace(load_model=None), "load_model", "reload_weights")
 

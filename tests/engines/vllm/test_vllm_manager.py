@@ -19,10 +19,11 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm_kit import BLOCKS, Rig, file_settings, keys_of
 
-from longshore.cache import Residency
+from longshore.cache import DropReason, MissReason, Residency
 from longshore.cache.eviction.hit_rates import USES
 from longshore.engines.vllm.requests import ours
-from longshore.errors import ConfigError, EngineError
+from longshore.errors import ConfigError, DeviceError, EngineError
+from longshore.transfer.ordering import Lane
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
 
@@ -253,9 +254,55 @@ def test_internal_error_of_a_worker_fails_its_load_alone(
         broken.setattr(worker if step == "_transfer" else worker.engine, step, lambda _: {}["of the test"])
         rig.load(keys, [3, 4], unlucky)
     assert worker.take_failed({0, 1, 2, 3}) == {1}
-    assert "internal error: transfer job" in caplog.text
+    (logged,) = [record for record in caplog.records if "internal error: transfer job" in record.message]
+    assert logged.exc_info
+    counters = rig.cache.counters
+    assert +counters.misses == {MissReason.INTERNAL_ERROR: 2}
+    assert counters.internal_errors == 1
     assert rig.lookup(keys, rig.request("another", keys)) == [HIT, HIT]
     assert rig.cache.jobs_in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"), [(KeyError("of the test"), 1), (DeviceError("the device refuses copies"), 0)]
+)
+def test_internal_errors_of_stores_are_counted_apart_from_device_errors(
+    rigs: Any, error: Exception, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, keys, fired = rigs(world=2), keys_of(2), list[object]()
+
+    def broken(transfer: object) -> None:
+        fired.append(transfer)
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rig.workers[1].engine, "submit", broken)
+        rig.store(keys, [1, 2], rig.request("one", keys))
+    assert fired
+    assert rig.cache.counters.internal_errors == expected
+    assert rig.cache.counters.drops["host"][DropReason.WRITE_FAILED] == 2
+    assert rig.lookup(keys, rig.request("two", keys)) == [MISS, MISS]
+
+
+def test_load_that_a_broken_transfer_engine_ends_is_an_internal_error(
+    rigs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, keys, fired = rigs(), keys_of(2), list[object]()
+    rig.store(keys, [1, 2], rig.request("writer", keys))
+    unlucky, worker = rig.request("unlucky", keys), rig.workers[0]
+    assert rig.lookup(keys, unlucky) == [HIT, HIT]
+    worker.reports_failures = True
+
+    def broken(*arguments: object) -> None:
+        fired.append(arguments)
+        raise ZeroDivisionError("of the test")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Lane, "_retire", broken)
+        rig.load(keys, [3, 4], unlucky)
+    assert len(fired) == 1, "the engine is closed, and refuses the second try"
+    assert rig.cache.counters.misses[MissReason.INTERNAL_ERROR] == 2
+    assert rig.cache.counters.misses[MissReason.DEVICE_ERROR] == 0
 
 
 def test_start_warns_under_the_plain_connector(caplog: pytest.LogCaptureFixture) -> None:

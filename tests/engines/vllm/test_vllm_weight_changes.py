@@ -16,7 +16,7 @@ from tiny_models import save
 from vllm.v1.kv_offload.base import LookupResult
 from vllm_kit import Rig, file_settings, keys_of
 
-from longshore.engines.vllm import changes
+from longshore.engines.vllm import weight_changes
 from longshore.engines.vllm.weight_changes import WeightWatch
 from longshore.errors import EngineError
 
@@ -244,7 +244,7 @@ def watched() -> Iterator[Watched]:
 
 def test_methods_that_change_weights_tell(watched: Watched) -> None:
     worker, told = Extended(), watched.told
-    for name in changes.METHODS:
+    for name in weight_changes.METHODS:
         before = len(told)
         try:
             getattr(worker, name)(*([2] if name in ("sleep", "apply_model") else []))
@@ -252,9 +252,9 @@ def test_methods_that_change_weights_tell(watched: Watched) -> None:
             assert name == "reload_weights"
         assert len(told) == before + 1
     assert worker.receive() == "received"
-    assert len(told) == len(changes.METHODS) + 1
+    assert len(told) == len(weight_changes.METHODS) + 1
     watched.model.load_weights()
-    assert len(told) == len(changes.METHODS) + 2
+    assert len(told) == len(weight_changes.METHODS) + 2
 
 
 def test_sleep_that_keeps_weights_tells_of_device_memory_alone(watched: Watched) -> None:
@@ -280,8 +280,8 @@ def test_weights_are_not_read_while_they_are_gone(
     watched: Watched, monkeypatch: pytest.MonkeyPatch, first: str
 ) -> None:
     """On a GPU that would be the end of the engine."""
-    worker, read, content = Extended(), list[Any](), changes.content
-    monkeypatch.setattr(changes, "content", lambda tensor: read.append(tensor) or content(tensor))
+    worker, read, content = Extended(), list[Any](), weight_changes.content
+    monkeypatch.setattr(weight_changes, "content", lambda tensor: read.append(tensor) or content(tensor))
     worker.sleep(1)
     assert read
     read.clear()
@@ -322,7 +322,7 @@ def test_weights_that_cannot_be_compared_are_new_ones(watched: Watched, monkeypa
     def fail(tensor: Any) -> bytes:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(changes, "content", fail)
+    monkeypatch.setattr(weight_changes, "content", fail)
     Extended().sleep(1)
     Extended().wake_up()
     assert watched.told

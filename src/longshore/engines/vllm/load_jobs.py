@@ -139,8 +139,8 @@ class Loads:
         slots = self._jobs.slots
         streams = [load for load in self._loads.values() if load.rest]
         for load in streams:
-            for ticket in [each for each in load.parts if self._reports.has_loaded(each.number)]:
-                load.failed |= self._reports.has_failed(ticket.number)
+            for ticket in [each for each in load.parts if self._reports.load_has_ended(each.number)]:
+                load.failed |= self._reports.load_has_failed(ticket.number)
                 load.parts.remove(ticket)
                 self._jobs.end(ticket, cache)
             ahead, is_late = load.rest[:slots], load.fetch is not None and cache.progress(load.fetch).is_over
@@ -176,7 +176,7 @@ class Loads:
         """The workers have reported the load for `name`, or will in vain. Its open parts, and whether it has failed."""
         self.stop(cache, name)
         load = self._loads.pop(name)
-        return load.parts, load.failed or any(self._reports.has_failed(ticket.number) for ticket in load.parts)
+        return load.parts, load.failed or any(self._reports.load_has_failed(ticket.number) for ticket in load.parts)
 
     def end_all(self, cache: TieredCache) -> list[Ticket]:
         """End the loads of all requests; returns the tickets of open parts."""

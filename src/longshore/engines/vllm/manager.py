@@ -583,7 +583,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """End a ticket from before a reset if no worker uses its slots any more; returns whether it did."""
         if is_store:
             return self._stores.end(ticket, cache) is not None
-        over = self._tiers.reports.has_loaded(ticket.number)
+        over = self._tiers.reports.load_has_ended(ticket.number)
         if over:
             self._jobs.end(ticket, cache)
         return over

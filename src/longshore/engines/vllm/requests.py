@@ -294,26 +294,33 @@ class JobContext:
         """A new ticket."""
         return Ticket(next(self._numbers), self.clock(), self.epoch())
 
-    def end(self, ticket: Ticket, cache: TieredCache, good: Sequence[bool] = ()) -> list[TransferResult]:
-        """Tell the cache that all jobs of `ticket` have ended, and in which slots well, in order; none stands for all.
+    def end(self, ticket: Ticket, cache: TieredCache, statuses: Sequence[Status] = ()) -> list[TransferResult]:
+        """Tell the cache that all jobs of `ticket` have ended, with the `statuses` of their slots, in order.
 
-        In none, if a rank has reported a load as failed: the device has not got its chunks, which stay in host memory.
-        Ranks refuse loads of before a change of weights or of device memory, which cancels these. Returns the results.
+        Without `statuses`, all slots are `OK`; or none is, if a rank has reported a load as failed: the device has not
+        got its chunks, which stay in host memory. Returns the results.
         """
-        if not good and self.reports.has_failed(ticket.number):
-            good = (False,) * len(ticket.slots)
-        is_outdated = ticket.epoch != (self.reports.weight_changes, self.reports.sleep_changes)
-        failure = Status.CANCELLED if is_outdated else Status.DEVICE_ERROR
-        now, said, results = self.clock(), iter(good), []
+        number = ticket.number
+        if not statuses:
+            status = OK if not self.reports.load_has_failed(number) else self.failure(ticket)
+            if status is not OK and self.reports.load_has_internal_error(number):
+                status = Status.INTERNAL_ERROR
+            statuses = (status,) * len(ticket.slots)
+        now, left, results = self.clock(), iter(statuses), []
         for job, run in ticket.jobs:
-            if all(good):
-                statuses = (OK,) * len(run.indices)
-            else:
-                statuses = tuple(OK if next(said) else failure for _ in run.indices)
-            nbytes = statuses.count(OK) * self.image_bytes[run.pool]
-            results.append(TransferResult(job, statuses, nbytes, (now - ticket.since) / len(ticket.jobs)))
+            mine = tuple(islice(left, len(run.indices)))
+            nbytes = mine.count(OK) * self.image_bytes[run.pool]
+            results.append(TransferResult(job, mine, nbytes, (now - ticket.since) / len(ticket.jobs)))
         cache.apply_results(results, now)
         return results
+
+    def failure(self, ticket: Ticket) -> Status:
+        """The status of slots of `ticket` that a rank has reported as failed, if that is no internal error.
+
+        Ranks refuse jobs that were ordered before weights changed or device memory was freed: these are cancelled.
+        """
+        is_outdated = ticket.epoch != (self.reports.weight_changes, self.reports.sleep_changes)
+        return Status.CANCELLED if is_outdated else Status.DEVICE_ERROR
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from itertools import compress
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
-from longshore.boundary import HOST, Key, Slots
+from longshore.boundary import HOST, Key, Slots, Status
 from longshore.cache import DropReason, GroupKeys, Presence, Protection, StoreOrder, TieredCache
 from longshore.engines.vllm.metrics import EventTranslator
 from longshore.engines.vllm.requests import (
@@ -36,7 +36,7 @@ from longshore.engines.vllm.requests import (
 from longshore.engines.vllm.weight_changes import BlockValidity
 from longshore.engines.vllm.worker import JobPart, SlotsSpec
 from longshore.errors import CacheError, IntegrityError
-from longshore.runtime.rank_reports import DONE
+from longshore.runtime.rank_reports import DONE, INTERNAL_ERROR
 
 _log = logging.getLogger(__name__)
 NO_SLOTS = Slots(HOST, 0, ())
@@ -308,13 +308,17 @@ class StoreJobs:
         outcomes = self._jobs.reports.outcomes(ticket.number, ticket.slots)
         if not outcomes.all():
             return None
-        good = (outcomes == DONE).all(axis=1).tolist()
-        if ticket.void or not self._validity.is_valid(ticket):
-            good = [False] * len(good)
+        failure, is_void = self._jobs.failure(ticket), ticket.void or not self._validity.is_valid(ticket)
+        is_done, has_bug = (outcomes == DONE).all(axis=1), (outcomes == INTERNAL_ERROR).any(axis=1)
+        statuses = [
+            Status.INTERNAL_ERROR if bug else Status.OK if done and not is_void else failure
+            for done, bug in zip(is_done.tolist(), has_bug.tolist(), strict=True)
+        ]
+        good = [status is Status.OK for status in statuses]
         if self._events is not None:
             stored = list(compress(ticket.keys, good))
             self._events.name(stored, ours(stored, ticket.adapter))
-        self._jobs.end(ticket, cache, good)
+        self._jobs.end(ticket, cache, statuses)
         return all(good)
 
     def void_all(self) -> list[Ticket]:

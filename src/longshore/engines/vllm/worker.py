@@ -39,8 +39,9 @@ from longshore.boundary import (
 )
 from longshore.engines.vllm.rendezvous import TIMEOUT
 from longshore.engines.vllm.weight_changes import AdapterWatch, WeightWatch, report_adapter
-from longshore.errors import EngineError, LongshoreError, TierError, log_seldom
-from longshore.runtime.rank_reports import RankReports
+from longshore.errors import EngineError, TierError, log_seldom
+from longshore.runtime.containment import refusal_status
+from longshore.runtime.rank_reports import FAILED, INTERNAL_ERROR, RankReports
 from longshore.runtime.stack import take_back
 from longshore.tiers.arena import Arena
 from longshore.transfer.engine import TransferEngine
@@ -114,6 +115,7 @@ class _PartUnderWay:
     spec: SlotsSpec
     transfer: Transfer | None = None
     retried: bool = False
+    failure: int = FAILED
 
 
 class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
@@ -192,6 +194,8 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
     def _poll(self) -> None:
         for result in self.engine.poll():
             part = self._jobs.pop(result.job)
+            if Status.INTERNAL_ERROR in result.statuses:
+                part.failure = INTERNAL_ERROR
             if part.whole.is_store:
                 self._stored(part, result)
             else:
@@ -312,13 +316,13 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
             if not part.transfer.items:
                 return False
             self.engine.submit(part.transfer)
-        except LongshoreError as error:
-            _log.error("transfer job %d was refused, its blocks are not copied: %s", part.spec.job, error)
-            return False
-        except Exception:  # noqa: BLE001 - a bug: vLLM would stop the engine
-            log_seldom(
-                _log, "internal error: transfer job %d failed, its blocks are not copied; report this", part.spec.job
-            )
+        except Exception as error:  # noqa: BLE001 - vLLM would stop the engine
+            if refusal_status(error) is Status.INTERNAL_ERROR:
+                part.failure = INTERNAL_ERROR
+                message = "internal error: transfer job %d failed, its blocks are not copied; report this"
+                log_seldom(_log, message, part.spec.job)
+            else:
+                _log.error("transfer job %d was refused, its blocks are not copied: %s", part.spec.job, error)
             return False
         self._jobs[part.spec.job] = part
         return True
@@ -360,7 +364,8 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         good = {slot for slot, status in zip(slots, result.statuses, strict=True) if status is OK}
         if self._is_outdated(part):
             good.clear()
-        self.reports.stored(part.spec.job, self._rank, list(good), [i for i in part.spec.indices if i not in good])
+        bad = [slot for slot in part.spec.indices if slot not in good]
+        self.reports.stored(part.spec.job, self._rank, list(good), bad, part.failure)
         self._end_part(part, result.bytes, result.seconds)
 
     def _loaded(self, part: _PartUnderWay, result: TransferResult) -> None:
@@ -374,15 +379,15 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         self._end_part(part, result.bytes, result.seconds)
 
     def _end_badly(self, part: _PartUnderWay) -> None:
-        self._report_failure(part.spec, is_store=part.whole.is_store)
+        self._report_failure(part.spec, part.failure, is_store=part.whole.is_store)
         part.whole.over |= not part.whole.is_store
         self._end_part(part)
 
-    def _report_failure(self, spec: SlotsSpec, *, is_store: bool) -> None:
+    def _report_failure(self, spec: SlotsSpec, failure: int = FAILED, *, is_store: bool) -> None:
         if not is_store:
-            self.reports.loaded(spec.job, self._rank, good=False)
+            self.reports.loaded(spec.job, self._rank, good=False, failure=failure)
         elif self._has_part:
-            self.reports.stored(spec.job, self._rank, [], spec.indices)
+            self.reports.stored(spec.job, self._rank, [], spec.indices, failure)
 
     def _end_part(self, part: _PartUnderWay, nbytes: int = 0, seconds: float = 0.0) -> None:
         job = part.whole
