@@ -91,7 +91,9 @@ def ours(blocks: int) -> Driven:
     from longshore.engines.vllm.scheduler_replay import open_tiers
 
     store = open_tiers(blocks, Config.make(), AdmitsAll)
-    return Driven(LongshoreManager(store, [0], 60.0), lambda spec: store.reports.stored(spec.job, 0, spec.indices, []))
+    return Driven(
+        LongshoreManager(store, [0], 60.0), lambda spec: store.reports.stored(spec.ticket, 0, spec.indices, [])
+    )
 
 
 def theirs(blocks: int, policy: str) -> Driven:

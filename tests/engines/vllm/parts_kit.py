@@ -97,8 +97,8 @@ class Engine:
                 self.unsubmitted[rank].clear()
             for job, each in meta.load_jobs.items():
                 worker.submit_load(job, each.src_spec, each.dst_spec)
-            worker.go_on(parts)
-            worker.engine.wait(list(worker._jobs))
+            worker.submit_parts(parts)
+            worker.engine.wait(list(worker._parts))
             for result in worker.get_finished():
                 counts[result.job_id] += 1
         self.told[rank].clear()

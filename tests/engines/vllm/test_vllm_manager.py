@@ -81,7 +81,7 @@ def test_chunk_without_a_report_of_every_rank_is_a_miss(rigs: Any) -> None:
     rig.manager.complete_store(set(keys), context)  # which vLLM says whatever happened
     assert HIT not in rig.lookup(keys, rig.request("two", keys))
     assert rig.manager.has_pending_work(), "a worker may still write there"
-    rig.workers[1].reports.stored(output.store_spec.job, 1, [], output.store_spec.indices)
+    rig.workers[1].reports.stored(output.store_spec.ticket, 1, [], output.store_spec.indices)
     rig.end_step()
     assert rig.lookup(keys, rig.request("three", keys)) == [MISS, MISS]
     assert rig.cache.counters.drops["host"].total() == 2
@@ -452,17 +452,17 @@ def test_slot_is_not_reused_while_a_worker_may_write_it(rigs: Any) -> None:
     rig, keys, others = rigs(host_size=3 * 4096), keys_of(2), keys_of(3, name="other")
     worker, first = rig.workers[0], rig.request("first", keys)
     parent = rig.manager.prepare_store(keys[:1], first)
-    worker.reports.stored(parent.store_spec.job, 0, [], parent.store_spec.indices)
+    worker.reports.stored(parent.store_spec.ticket, 0, [], parent.store_spec.indices)
     child = rig.manager.prepare_store(keys[1:], first)  # the worker copies it from here on
     rig.manager.complete_store(set(keys[:1]), first)
     second = rig.request("second", keys)
     again = rig.manager.prepare_store(keys, second)
     assert again.keys_to_store == keys
-    worker.reports.stored(again.store_spec.job, 0, [], again.store_spec.indices)
+    worker.reports.stored(again.store_spec.ticket, 0, [], again.store_spec.indices)
     rig.manager.complete_store(set(keys), second)
     taken = rig.manager.prepare_store(others, rig.request("third", others))
     assert not set(taken.store_spec.indices) & set(child.store_spec.indices)
-    worker.reports.stored(child.store_spec.job, 0, child.store_spec.indices, [])
+    worker.reports.stored(child.store_spec.ticket, 0, child.store_spec.indices, [])
     rig.end_step()
     assert not rig.manager.has_pending_work()
     rig.cache.check_integrity()

@@ -233,7 +233,7 @@ def test_only_names_of_stored_blocks_are_kept(rigs: Any) -> None:
     output = rig.manager.prepare_store(keys, writer)
     assert output.keys_to_store == keys
     for worker in rig.workers:
-        worker.reports.stored(output.store_spec.job, 0, output.store_spec.indices[:2], output.store_spec.indices[2:])
+        worker.reports.stored(output.store_spec.ticket, 0, output.store_spec.indices[:2], output.store_spec.indices[2:])
     rig.manager.complete_store(set(keys), writer)
     assert list(rig.manager._events._announced.names.values()) == keys[:2]
     (stored,) = rig.manager.take_events()

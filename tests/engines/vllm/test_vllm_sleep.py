@@ -161,7 +161,7 @@ def test_weights_that_changed_after_all_empty_what_a_sleep_kept(rigs: Rigs) -> N
     rig = rigs()
     rig.write()
     rig.sleep()
-    rig.workers[0]._changes.on_change()
+    rig.workers[0]._weight_watch.on_change()
     rig.wake()
     assert rig.answers("reader") == [MISS] * 3
 
@@ -198,7 +198,7 @@ def test_stores_and_loads_end_before_device_memory_goes(rigs: Rigs) -> None:
     each.submit_store(92, rig._theirs(store, range(12, 60)), store)
     rig.reset_for_sleep()
     each.before_device_release()
-    assert not each.engine._state.jobs and not each._jobs
+    assert not each.engine._state.jobs and not each._parts
     assert all(map(torch.equal, rig.bytes_of(0, 8), before[0][0]))
     assert {done.job_id for done in each.get_finished()} == {91, 92}
     rig.wake()

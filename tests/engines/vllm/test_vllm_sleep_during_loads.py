@@ -281,7 +281,7 @@ def test_loads_stores_sleeps_and_resets_in_any_order(rigs: Any, tmp_path: Path, 
     life.check()
     settled(engine)
     give_up = time.monotonic() + 30
-    while any(worker._under_way or worker._jobs for worker in engine.rig.workers):  # of jobs that were cancelled
+    while any(worker._jobs or worker._parts for worker in engine.rig.workers):  # of jobs that were cancelled
         assert time.monotonic() < give_up
         engine.step()
 

@@ -174,7 +174,7 @@ def test_a_store_that_something_cuts_off_ends(engine: Engine, what: str, monkeyp
             if engine.ended[job] == 2:
                 break
     assert engine.ended[job] == 2, "both ranks have reported it"
-    assert not any(worker._under_way for worker in engine.rig.workers)
+    assert not any(worker._jobs for worker in engine.rig.workers)
     if what == "fault":
         return
     # Else all may have had slots by then, as another tier host, or a fast one, has written what was before.
@@ -198,12 +198,12 @@ def test_a_store_that_lacks_a_block_has_no_parts(engine: Engine) -> None:
     for ticket, mine in ((900, blocks), (950, blocks[:-1])):
         first, second = (SlotsSpec(ticket + at, (Slots("host", 0, (at, at + 1, at + 2)),)) for at in (0, 5))
         whole = GPULoadStoreSpec(mine, group_sizes=[len(mine)], block_indices=[0])
-        worker.submit_store(ticket, whole, replace(first, left=(3,)))
-        worker.go_on([JobPart(ticket, replace(second, begins=(3,)), is_store=True)])
+        worker.submit_store(ticket, whole, replace(first, chunks_after=(3,)))
+        worker.submit_parts([JobPart(ticket, replace(second, chunks_before=(3,)), is_store=True)])
         worker.wait({ticket})
         assert [each.job_id for each in worker.get_finished()] == [ticket]
         for part in (first, second):
-            said = worker.reports.outcomes(part.job, part.indices)[:, 0]
+            said = worker.reports.outcomes(part.ticket, part.indices)[:, 0]
             assert (said == (DONE if ticket == 900 else FAILED)).all()
 
 
@@ -229,7 +229,7 @@ def all_end(engine: Engine) -> None:
         engine.step()
         time.sleep(0.001)
         assert time.monotonic() < deadline, "vLLM steps for ever"
-    assert not any(worker._under_way for worker in engine.rig.workers)
+    assert not any(worker._jobs for worker in engine.rig.workers)
 
 
 @pytest.mark.parametrize("victim", range(3))
@@ -311,14 +311,14 @@ def test_stores_have_time_while_one_of_them_gets_slots(engine: Engine) -> None:
 @pytest.mark.parametrize("is_store", [True, False])
 def test_a_last_part_of_another_epoch_ends_its_job(engine: Engine, is_store: bool) -> None:
     worker = engine.rig.workers[0]
-    first = SlotsSpec(900, (Slots("host", 0, (0, 1)),), (0, 0), left=(2,))
+    first = SlotsSpec(900, (Slots("host", 0, (0, 1)),), (0, 0), chunks_after=(2,))
     blocks = GPULoadStoreSpec([1, 2, 3, 4], group_sizes=[4], block_indices=[0])
     if is_store:
         worker.submit_store(7, blocks, first)
     else:
         worker.submit_load(7, first, blocks)
-    worker.engine.wait(list(worker._jobs))
+    worker.engine.wait(list(worker._parts))
     assert not worker.get_finished()
-    worker.go_on([JobPart(900, SlotsSpec(901, (Slots("host", 0, (2, 3)),), (0, 2), (2,)), is_store)])
+    worker.submit_parts([JobPart(900, SlotsSpec(901, (Slots("host", 0, (2, 3)),), (0, 2), (2,)), is_store)])
     assert [each.job_id for each in worker.get_finished()] == [7]
     assert worker.take_failed([7]) == (set() if is_store else {7})

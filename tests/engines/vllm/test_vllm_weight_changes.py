@@ -31,7 +31,7 @@ CONNECTOR = {
 
 
 def change(rig: Rig, rank: int = 0) -> None:
-    rig.workers[rank]._changes.on_change()
+    rig.workers[rank]._weight_watch.on_change()
 
 
 def answers(rig: Rig, name: str) -> list[LookupResult]:

@@ -184,7 +184,7 @@ class LongshoreConnector(OffloadingConnector):  # type: ignore[misc]
     def start_load_kv(self, forward_context: Any, **named: Any) -> None:
         """Begin loads, and the next parts of jobs."""
         super().start_load_kv(forward_context, **named)
-        self._ours.go_on(self._connector_metadata.parts)
+        self._ours.submit_parts(self._connector_metadata.parts)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Requests whose transfers have ended, and those of them whose loads have failed."""

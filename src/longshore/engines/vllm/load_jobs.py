@@ -124,12 +124,12 @@ class Loads:
         load = StreamedLoad(name, tick, [0] * self._groups, origins)
         first, load.rest = _ready(cache, paths) if streams else (paths, [])
         spec = self._lend(cache, load, first)
-        load.number = spec.job
+        load.number = spec.ticket
         if load.rest:
             load.lease = _lease(cache, load, load.rest)
         self._loads[name] = load
         left = tuple(sum(group == each for each, _ in load.rest) for group in range(self._groups))
-        return SlotsSpec(spec.job, spec.runs, spec.epoch, *((spec.begins, left) if load.rest else ()))
+        return SlotsSpec(spec.ticket, spec.group_slots, spec.epoch, *((spec.chunks_before, left) if load.rest else ()))
 
     def proceed(self, cache: TieredCache) -> None:
         """End parts that all ranks have read, which gives their slots back, and lend the next ones.

@@ -69,7 +69,7 @@ class VllmReplay:
         if hits:
             spec = manager.prepare_load(keys[:hits], request)
             manager.on_schedule_end(_step())
-            self._tiers.reports.loaded(spec.job, 0, good=True)
+            self._tiers.reports.loaded(spec.ticket, 0, good=True)
             manager.complete_load(set(keys[:hits]), request)
         manager.on_schedule_end(_step(request))
         computed = keys if offers_hits else keys[hits:]
@@ -102,7 +102,7 @@ class VllmReplay:
         """Offer `keys`, and store what is taken; whether the manager has decided."""
         offer = self._manager.prepare_store(keys, request) if keys else None
         if offer is not None and offer.keys_to_store:
-            self._tiers.reports.stored(offer.store_spec.job, 0, offer.store_spec.indices, [])
+            self._tiers.reports.stored(offer.store_spec.ticket, 0, offer.store_spec.indices, [])
             self._manager.complete_store(set(offer.keys_to_store), request)
         return not keys or offer is not None
 

@@ -274,8 +274,8 @@ class StoreJobs:
 
     def take(self) -> list[JobPart]:
         """Parts that are sent to the workers in this step: of stores from before it, which vLLM submits a step late."""
-        parts = [part for part in self._new_parts if part.job <= self._submitted]
-        self._new_parts = [part for part in self._new_parts if part.job > self._submitted]
+        parts = [part for part in self._new_parts if part.first_ticket <= self._submitted]
+        self._new_parts = [part for part in self._new_parts if part.first_ticket > self._submitted]
         self._submitted = self._newest
         return parts
 
