@@ -115,7 +115,7 @@ class Sequences(RuleBasedStateMachine):
         self.runtime.clock = lambda: began + self.skipped
         self.manager.observes_device_resets = True
         if streams:
-            self.manager.pass_parts(loads=True)
+            self.manager.allow_parts(loads=True)
         self.views = [[tensor.numpy().view(np.uint8) for tensor in tensors] for tensors in self.rig.tensors]
         for worker in self.rig.workers:
             worker.reports_failures = True
@@ -596,5 +596,5 @@ class Sequences(RuleBasedStateMachine):
         self.runtime.pump()
         assert (cache.leases, cache.protected, cache.jobs_in_flight) == (0, 0, 0)
         assert {state for pool in cache._state.pools for state in pool.state} <= {FREE, READY}
-        assert not (manager._stores or manager._stores.by_key or manager._stale or manager._requests)
+        assert not (manager._store_jobs or manager._store_jobs.by_first_key or manager._unreported or manager._requests)
         assert not self.scheduler._req_status

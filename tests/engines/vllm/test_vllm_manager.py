@@ -21,7 +21,7 @@ from vllm_kit import BLOCKS, Rig, file_settings, keys_of
 
 from longshore.cache import DropReason, MissReason, Residency
 from longshore.cache.eviction.hit_rates import USES
-from longshore.engines.vllm.requests import ours
+from longshore.engines.vllm.requests import cache_keys
 from longshore.errors import ConfigError, DeviceError, EngineError
 from longshore.transfer.ordering import Lane
 
@@ -32,7 +32,7 @@ HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDI
 def test_keys_differ_by_group_and_start_with_digest_bytes(size: int) -> None:
     digests = [hashlib.sha256(bytes((at,))).digest()[:size] for at in range(64)]
     theirs = [make_offload_key(digest, group) for digest in digests for group in (0, 1)]
-    names = ours(theirs)
+    names = cache_keys(theirs)
     assert len(set(names)) == len(theirs)
     assert {len(name) for name in names} == {32}
     assert len({name[0] for name in names}) > 32
@@ -177,7 +177,7 @@ def test_file_tier_hit_is_prefetched_then_loaded(rigs: Any, tmp_path: Path) -> N
     before = [rig.bytes_of(0, block) for block in range(1, 6)]
     assert rig.manager._runtime.flush(10.0)
     with rig.manager._runtime.transaction() as cache:
-        assert cache.discard(ours(keys), "host") == 5
+        assert cache.discard(cache_keys(keys), "host") == 5
     reader = rig.request("reader", keys)
     assert rig.lookup(keys, reader) == [PENDING] * 5
     assert rig.manager._runtime._wait(lambda: not rig.cache.jobs_in_flight, 10.0)
@@ -195,7 +195,7 @@ def test_corrupt_record_is_a_miss_for_every_waiting_request(rigs: Any, tmp_path:
     rig.store(keys, [1, 2], rig.request("writer", keys))
     assert rig.manager._runtime.flush(10.0)
     with rig.manager._runtime.transaction() as cache:
-        assert cache.discard(ours(keys), "host") == 2
+        assert cache.discard(cache_keys(keys), "host") == 2
     segment = tmp_path / "tier" / "segment"
     segment.write_bytes(bytes(byte ^ 255 for byte in segment.read_bytes()))
     first, second = rig.request("first", keys), rig.request("second", keys)
@@ -348,7 +348,7 @@ def test_promised_loads_stay_in_place_after_a_fault(rigs: Any) -> None:
     rig.manager._runtime.fail(RuntimeError("by the test"))
     with rig.manager._runtime.locked() as cache:
         index = cache._state.index
-        expected = [index.slot[0][index.get(key)] for key in ours(keys[:4])]
+        expected = [index.slot[0][index.get(key)] for key in cache_keys(keys[:4])]
     assert list(rig.manager.prepare_load(keys[:4], second).indices) == expected
 
 
@@ -387,7 +387,7 @@ def test_inconsistent_cache_disables_tiers_but_not_the_engine(
         rig.run("submit_load", spec, GPULoadStoreSpec([5, 6, 7, 8], group_sizes=[4], block_indices=[0]))
         assert not rig.workers[0].failed
         rig.manager.complete_load(set(keys), second)
-        lost = rig.cache._state.index.get(ours(keys)[2])
+        lost = rig.cache._state.index.get(cache_keys(keys)[2])
         rig.cache._state.pools[0].node[rig.cache._state.index.slot[0][lost]] = 0
         spec = rig.manager.prepare_load(keys, second)
         rig.run("submit_load", spec, GPULoadStoreSpec([5, 6, 7, 8], group_sizes=[4], block_indices=[0]))
@@ -420,7 +420,7 @@ def test_request_advances_the_eviction_clock_and_use_counts_once(rigs: Any) -> N
     for _ in range(2):
         rig.store(keys, [3, 4], second)
     assert policy._now == 3
-    nodes = [rig.cache._state.index.get(key) for key in ours(keys)]
+    nodes = [rig.cache._state.index.get(key) for key in cache_keys(keys)]
     assert [(policy._used[node], ((policy._state[node] & USES) >> 3) - 1) for node in nodes] == [(3, 2)] * 2
 
 

@@ -38,12 +38,12 @@ class DeviceMemoryUser(Rig):
 
     def reset_for_sleep(self, level: int = 1) -> None:
         """What `EngineCore.sleep` does first."""
-        token = tiers_module._level.set(level)
+        token = tiers_module._sleep_level.set(level)
         try:
             self.manager.reset_cache()
             self.manager.device_was_reset()
         finally:
-            tiers_module._level.reset(token)
+            tiers_module._sleep_level.reset(token)
 
     def sleep(self, level: int = 1) -> None:
         self.reset_for_sleep(level)

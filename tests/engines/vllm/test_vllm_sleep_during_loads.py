@@ -44,12 +44,12 @@ def make(rigs: Any, path: Path, groups: int = 1, **more: Any) -> Engine:
 
 
 def reset(engine: Engine, level: int = 0) -> None:
-    token = tiers_module._level.set(level)
+    token = tiers_module._sleep_level.set(level)
     try:
         engine.scheduler.reset_cache()
         engine.manager.device_was_reset()
     finally:
-        tiers_module._level.reset(token)
+        tiers_module._sleep_level.reset(token)
 
 
 def sleep(engine: Engine, level: int = 1) -> None:
@@ -177,9 +177,9 @@ def test_flush_does_not_publish_a_store_in_flight_at_sleep(rigs: Any) -> None:
     rig = rigs(world=1)
     context = rig.request("writer", keys := keys_of(3))
     rig.manager.prepare_store(keys, context)
-    token = tiers_module._level.set(1)
+    token = tiers_module._sleep_level.set(1)
     rig.manager.reset_cache()
-    tiers_module._level.reset(token)
+    tiers_module._sleep_level.reset(token)
     rig.manager.on_reset_flushed()
     other = rig.request("reader", keys)
     assert rig.lookup(keys, other) == [LookupResult.MISS] * 3

@@ -116,7 +116,7 @@ def test_report_of_an_old_store_does_not_end_another(rigs: Rigs) -> None:
     rig.manager.complete_store(set(KEYS[:1]), new)
     rig.end_step()
     assert answers(rig, "reader")[0] is HIT
-    assert not rig.manager._stores and not rig.manager._stale and not rig.manager._stores.by_key
+    assert not rig.manager._store_jobs and not rig.manager._unreported and not rig.manager._store_jobs.by_first_key
 
 
 def test_a_request_that_asks_for_nothing_uses_the_device(rigs: Rigs) -> None:

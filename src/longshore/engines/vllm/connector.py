@@ -34,7 +34,7 @@ _COMPUTED_SECONDS = 0.5e-3
 _NAP_SECONDS = 0.2e-3
 
 
-class Backoff:
+class GilYield:
     """A back-off: sleeps briefly in steps that follow one another at once while copies are in flight.
 
     A step that finds nothing to compute returns at once. vLLM's own process then sleeps for a millisecond. An engine in
@@ -110,7 +110,7 @@ class LongshoreConnector(OffloadingConnector):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         if self.connector_scheduler is not None:
             policy = vllm_config.kv_transfer_config.kv_load_failure_policy
-            self.connector_scheduler.manager.pass_parts(loads=policy == "recompute")
+            self.connector_scheduler.manager.allow_parts(loads=policy == "recompute")
 
     # ------------------------------------------------------------------ in the scheduler
 

@@ -120,10 +120,10 @@ def open_tiers(blocks: int, config: Config, policy: type[EvictionPolicy] | None 
     There is one rank, and one KV cache group of full attention with one block a chunk.
     """
     model = ModelIdentity(windows=(None,))
-    note = EngineMemory(
+    memory = EngineMemory(
         "", "", 4096, (4096,), blocks, (0,), ranks=1, world=1, fingerprint="", device="cpu", model=model
     )
-    cache = make_cache(config, note, None, [SimpleNamespace(tokens_per_block=_TOKENS)], 0, policy)
+    cache = make_cache(config, memory, None, [SimpleNamespace(tokens_per_block=_TOKENS)], 0, policy)
     runtime, reports = Runtime(cache, [], clock=lambda: 0.0), RankReports.make(blocks, 1, 1)
     loop, sleeps = BackgroundLoop(runtime), SleepControl(runtime, reports, blocks, config)
     return SchedulerTiers(runtime, reports, reports.memory, loop, file=None, windows=model.windows, sleeps=sleeps)

@@ -10,8 +10,8 @@ import pytest
 from vllm_kit import file_settings, keys_of
 
 from longshore.engines.vllm import connector
-from longshore.engines.vllm.connector import Backoff
-from longshore.engines.vllm.requests import ours
+from longshore.engines.vllm.connector import GilYield
+from longshore.engines.vllm.requests import cache_keys
 
 
 class Clock:
@@ -41,7 +41,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_idle_steps_back_off_while_copies_are_in_flight(clock: Clock) -> None:
-    pace = Backoff()
+    pace = GilYield()
     pace.step_planned(lambda: True)
     assert clock.taken() == 0
     for _ in range(3):
@@ -54,7 +54,7 @@ def test_idle_steps_back_off_while_copies_are_in_flight(clock: Clock) -> None:
 
 
 def test_computing_step_is_never_delayed(clock: Clock) -> None:
-    pace, asked = Backoff(), list[bool]()
+    pace, asked = GilYield(), list[bool]()
     for _ in range(3):
         clock.now += 0.6e-3
         pace.step_planned(lambda: bool(asked.append(True)))
@@ -79,7 +79,7 @@ def test_loans_stores_and_chunks_on_their_way_up_are_awaited(rigs: Any, tmp_path
     assert naps() == 0
     assert rig.manager._runtime.flush(10.0)
     with rig.manager._runtime.transaction() as cache:
-        cache.discard(ours(keys), "host")
+        cache.discard(cache_keys(keys), "host")
     rig.lookup(keys, reader)
     assert naps() == 1
     assert rig.manager._runtime._wait(lambda: not rig.cache.jobs_in_flight, 10.0)
