@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.kv_offload import base, config
 
 from longshore.boundary import DEVICE, HOST, Route
-from longshore.engines.vllm import contract, weight_changes
+from longshore.engines.vllm import LongshoreManager, LongshoreSpec, LongshoreWorker, connector, contract, weight_changes
 from longshore.engines.vllm.connector import LongshoreConnector
 from longshore.engines.vllm.spec import layout_of
 from longshore.errors import ContractError
@@ -101,3 +102,12 @@ def test_positions_of_keys_are_where_the_manager_looks_for_them() -> None:
     context = base.ReqContext(req_id="one")
     context.set_offload_key_position(b"key", 16)
     assert list(context._offload_key_positions) == [b"key"]
+
+
+def test_table_of_the_connector_names_methods_that_exist() -> None:
+    rows = re.findall(r"^    ([a-z_]+)  +(.+)$", str(connector.__doc__), re.MULTILINE)
+    assert len(rows) == 20
+    for theirs, answers in rows:
+        assert hasattr(connector.OffloadingConnector, theirs), theirs
+        for name in re.findall(r"\b[a-z]+(?:_[a-z]+)+\b(?!\.)|\b(?:lookup|wait|shutdown)\b", answers):
+            assert any(hasattr(kind, name) for kind in (LongshoreManager, LongshoreSpec, LongshoreWorker)), name
