@@ -59,8 +59,8 @@ vllm: $(VENV)/ready
 		$(SIDE_BY_SIDE) tests/engines/vllm/test_vllm_contract.py tests/engines/vllm/test_vllm_manager.py \
 		tests/engines/vllm/test_vllm_hints.py tests/engines/vllm/test_vllm_long_prompts.py \
 		tests/engines/vllm/test_vllm_scheduling.py tests/engines/vllm/test_vllm_scope.py \
-		tests/engines/vllm/test_vllm_shapes.py tests/engines/vllm/test_vllm_streams.py \
-		tests/engines/vllm/test_vllm_store_streams.py tests/engines/vllm/test_vllm_tier_host.py
+		tests/engines/vllm/test_vllm_shapes.py tests/engines/vllm/test_vllm_load_jobs.py \
+		tests/engines/vllm/test_vllm_store_jobs.py tests/engines/vllm/test_vllm_tier_host.py
 
 # The back end of SGLang, with real servers on the CPU, and a Valkey server, in an environment of its own (3.5 GB, kept
 # outside the checkout). A file's tests share servers, so they run in one process. .ci/run has time for those without servers.

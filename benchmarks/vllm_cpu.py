@@ -25,7 +25,7 @@ from typing import Any
 import vllm_manager
 from longshore.bench import vllm_runs
 from longshore.bench.harness import Case, check_engine, machine_facts
-from longshore.engines.kv_transfer import kv_transfer
+from longshore.engines.kv_transfer_config import kv_transfer_config
 from longshore.tiers.file.fsck import Fsck, inspect
 from longshore.trace.workload import FIRST_TOKEN
 
@@ -133,7 +133,7 @@ def sharing(model: Path, other: Path, url: str, scratch: Path, tell: Callable[[s
         "max_model_len": 1088,
         "max_num_seqs": 4,
     }
-    ours = {**engine, "kv_transfer_config": kv_transfer({"host_size": "1GiB", "remote": url})}
+    ours = {**engine, "kv_transfer_config": kv_transfer_config({"host_size": "1GiB", "remote": url})}
     dice = random.Random(SHARED)  # noqa: S311 - text to measure with
     with ExitStack() as engines:
 

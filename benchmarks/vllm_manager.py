@@ -88,10 +88,12 @@ class Driven:
 def ours(blocks: int) -> Driven:
     """`LongshoreManager` over a host tier of so many blocks, whose workers are quick."""
     from longshore.engines.vllm.manager import LongshoreManager
-    from longshore.engines.vllm.replay import open_tiers
+    from longshore.engines.vllm.scheduler_replay import open_tiers
 
     store = open_tiers(blocks, Config.make(), AdmitsAll)
-    return Driven(LongshoreManager(store, [0], 60.0), lambda spec: store.reports.stored(spec.job, 0, spec.indices, []))
+    return Driven(
+        LongshoreManager(store, [0], 60.0), lambda spec: store.reports.stored(spec.ticket, 0, spec.indices, [])
+    )
 
 
 def theirs(blocks: int, policy: str) -> Driven:

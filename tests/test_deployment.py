@@ -20,7 +20,7 @@ import yaml
 import environments
 from longshore.config import Config
 from longshore.doctor import _SAMPLES
-from longshore.engines.kv_transfer import read
+from longshore.engines.kv_transfer_config import read_extra_config
 from longshore.tiers.file.format import VERSION
 from longshore.tiers.remote import format as remote_format
 from longshore.tiers.remote import parse_url
@@ -81,7 +81,7 @@ def test_vllm_is_started_with_a_configuration_that_it_reads(name: str, tmp_path:
     assert argv[1:3] == ["serve", MODEL]
     printed = json.loads(_after("--kv-transfer-config", argv))
     assert printed["kv_connector"] == "LongshoreConnector"
-    config = read(printed["kv_connector_extra_config"], 1)
+    config = read_extra_config(printed["kv_connector_extra_config"], 1)
     assert (config.host_size, config.file_size, config.file_path) == (8 << 20, 8 << 20, tmp_path / "kv")
 
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from longshore.cli.app import app
 from longshore.config import Config
-from longshore.engines.kv_transfer import INSTEAD
+from longshore.engines.kv_transfer_config import INSTEAD
 from longshore.errors import ConfigError
 
 

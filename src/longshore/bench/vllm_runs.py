@@ -24,7 +24,7 @@ from typing import Annotated, Any, Self
 import typer
 
 from longshore.bench.harness import Case, Tell, check_engine, first_tokens
-from longshore.engines.kv_transfer import kv_transfer
+from longshore.engines.kv_transfer_config import kv_transfer_config
 from longshore.errors import BenchError
 from longshore.trace.parsing import TraceRequest
 from longshore.trace.readers import TRACE_BLOCK_TOKENS, read_trace
@@ -258,7 +258,7 @@ def with_longshore(plan: SessionPlan, scratch: Path) -> dict[str, Any]:
         "file_path": str(scratch / "tier"),
         "file_size": plan.file_size,
     }
-    return {**plan.engine, "kv_transfer_config": kv_transfer(extra)}
+    return {**plan.engine, "kv_transfer_config": kv_transfer_config(extra)}
 
 
 _IDLE = "; the device kept all returning blocks: set a smaller num_gpu_blocks_override in --engine"

@@ -22,7 +22,7 @@ from longshore.boundary import DISK_PAGE
 from longshore.cli.options import Json, plain_setting, settings_with, size_of
 from longshore.cli.output import console, write_json
 from longshore.config import Config
-from longshore.engines import kv_transfer
+from longshore.engines import kv_transfer_config
 from longshore.engines.sglang import flags
 from longshore.errors import ConfigError
 
@@ -84,7 +84,7 @@ def vllm_config(
     options = {"host_size": host_size, "file_path": file_path, "file_size": file_size}
     given = settings_with(settings or (), **options, blocks_per_chunk=blocks_per_chunk)
     config = Config.make(**given)
-    kv_transfer.check_settings(given)
+    kv_transfer_config.check_settings(given)
     if "host_size" not in given:
         raise ConfigError("expected --host-size, such as --host-size 64GiB")
     for name in ("host_size", "file_size"):
@@ -93,7 +93,7 @@ def vllm_config(
     if check:
         config.check_machine()
     extra = {name: plain_setting(config, name, text) for name, text in given.items()}
-    write_json(kv_transfer.kv_transfer(extra, report_failures=report_failures))
+    write_json(kv_transfer_config.kv_transfer_config(extra, report_failures=report_failures))
 
 
 def sglang_config(

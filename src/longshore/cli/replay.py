@@ -298,7 +298,7 @@ def _served(
         yield replay.serve, replay
     else:
         try:
-            from longshore.engines.vllm.replay import open_replay  # noqa: PLC0415 - vLLM is not among our dependencies
+            from longshore.engines.vllm.scheduler_replay import open_replay  # noqa: PLC0415 - vLLM is not among our dependencies
         except ImportError as error:
             raise EngineError(
                 f"{error}; --through vllm calls vLLM's own interface: run longshore with the Python that runs vLLM"

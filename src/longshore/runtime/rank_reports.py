@@ -19,14 +19,14 @@ import numpy.typing as npt
 from longshore.errors import PlanError
 from longshore.tiers.arena import Arena, ArenaSettings
 
-PENDING, FAILED, DONE = range(3)
-"""What a rank has reported of a slot or a load."""
+PENDING, FAILED, DONE, INTERNAL_ERROR = range(4)
+"""What a rank has reported of a slot or a load. `INTERNAL_ERROR`: it has failed because of a bug of Longshore."""
 
 U64 = npt.NDArray[np.uint64]
 
 
 class RankReports:
-    """One number per slot and rank: the ticket of the job that filled the part, and whether it succeeded.
+    """One number per slot and rank: the ticket of the job that filled the part, and its outcome (the lowest two bits).
 
     A second table has the last `LOADS` loads that have ended, by rank; a third has for each rank how often weights have
     changed and how often it has gone to sleep or woken, whether it lacks host memory, and whether it is to give that
@@ -67,26 +67,39 @@ class RankReports:
         settings = ArenaSettings(numa_node=None, huge_pages=False, shared=True)
         return cls(Arena(cls.nbytes(slots, world), settings), slots, world, ranks)
 
-    def stored(self, ticket: int, rank: int, good: Sequence[int], bad: Sequence[int]) -> None:
-        """Report for `ticket` that `rank` has filled its part of the slots `good`, and failed for `bad`."""
-        self._slots[np.array(bad, np.int64), rank] = 2 * ticket
-        self._slots[np.array(good, np.int64), rank] = 2 * ticket + 1
+    def stored(self, ticket: int, rank: int, good: Sequence[int], bad: Sequence[int], failure: int = FAILED) -> None:
+        """Report for `ticket` that `rank` has filled its part of the slots `good`, and failed for `bad`.
 
-    def loaded(self, ticket: int, rank: int, *, good: bool) -> None:
-        """Report that `rank` has ended the load `ticket`; `good`: it has read all slots."""
-        self._loads[ticket % self.LOADS, rank] = 2 * ticket + good
+        `failure` is `FAILED` or `INTERNAL_ERROR`.
+        """
+        self._slots[np.array(bad, np.int64), rank] = 4 * ticket + failure
+        self._slots[np.array(good, np.int64), rank] = 4 * ticket + DONE
+
+    def loaded(self, ticket: int, rank: int, *, good: bool, failure: int = FAILED) -> None:
+        """Report that `rank` has ended the load `ticket`; `good`: it has read all slots, else `failure` says why not.
+
+        `failure` is `FAILED` or `INTERNAL_ERROR`.
+        """
+        self._loads[ticket % self.LOADS, rank] = 4 * ticket + (DONE if good else failure)
 
     def outcomes(self, ticket: int, slots: Sequence[int]) -> U64:
-        """Reports on `slots` for `ticket`: `PENDING`, `FAILED` or `DONE`; shape `(len(slots), ranks)`."""
-        return _answers(self._slots[np.array(slots, np.int64), : self._ranks], ticket)
+        """Reports on `slots` for `ticket`, one of the four constants each; shape `(len(slots), ranks)`."""
+        return _outcomes_of(self._slots[np.array(slots, np.int64), : self._ranks], ticket)
 
-    def has_loaded(self, ticket: int) -> bool:
+    def load_has_ended(self, ticket: int) -> bool:
         """Whether all ranks have ended the load `ticket`."""
-        return bool((self._loads[ticket % self.LOADS] >> np.uint64(1) == ticket).all())
+        return bool((self._load_outcomes(ticket) != PENDING).all())
 
-    def has_failed(self, ticket: int) -> bool:
-        """Whether a rank could not read all slots of `ticket`."""
-        return bool((self._loads[ticket % self.LOADS] == 2 * ticket).any())
+    def load_has_failed(self, ticket: int) -> bool:
+        """Whether a rank could not read all slots of the load `ticket`."""
+        return bool(np.isin(self._load_outcomes(ticket), (FAILED, INTERNAL_ERROR)).any())
+
+    def load_has_internal_error(self, ticket: int) -> bool:
+        """Whether a bug of Longshore made the load `ticket` fail on a rank."""
+        return bool((self._load_outcomes(ticket) == INTERNAL_ERROR).any())
+
+    def _load_outcomes(self, ticket: int) -> U64:
+        return _outcomes_of(self._loads[ticket % self.LOADS], ticket)
 
     def weights_changed(self, rank: int) -> None:
         """Count a possible change of the weights of `rank`."""
@@ -160,6 +173,7 @@ class RankReports:
         self.memory.close()
 
 
-def _answers(found: U64, ticket: int) -> U64:
-    answers: U64 = np.where(found >> np.uint64(1) == ticket, (found & np.uint64(1)) + np.uint64(1), np.uint64(PENDING))
-    return answers
+def _outcomes_of(reports: U64, ticket: int) -> U64:
+    """The outcome in each number of a table; `PENDING` where it is a report on another ticket."""
+    outcomes: U64 = np.where(reports >> np.uint64(2) == ticket, reports & np.uint64(3), np.uint64(PENDING))
+    return outcomes

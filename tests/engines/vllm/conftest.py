@@ -16,7 +16,7 @@ collect_ignore_glob = [] if _is_installed else ["test_*"]
 
 if _is_installed:
     from engine_runs import Answers, Serve, Zygote, ask_oracle, run_engine
-    from streams_kit import Engine, engine_of
+    from parts_kit import Engine, engine_of
     from vllm_kit import Rig
 
     @pytest.fixture(scope="session", autouse=True)

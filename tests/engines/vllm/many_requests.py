@@ -78,7 +78,7 @@ class Crowd(serving.Engine):
         """What the witness has seen, when all is over."""
         while self.scheduler.has_requests():
             self.llm.llm_engine.step()
-        open_ones = len(self.manager._requests) + len(self.manager._stores) + len(self.manager._stale)
+        open_ones = len(self.manager._requests) + len(self.manager._store_jobs) + len(self.manager._unreported)
         with self.manager._runtime.locked() as cache:
             open_ones += cache.jobs_in_flight
         return {"loads": WITNESS.loads, "chunks": WITNESS.chunks, "wrong": WITNESS.wrong, "open": open_ones}

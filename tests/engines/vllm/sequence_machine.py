@@ -115,7 +115,7 @@ class Sequences(RuleBasedStateMachine):
         self.runtime.clock = lambda: began + self.skipped
         self.manager.observes_device_resets = True
         if streams:
-            self.manager.pass_parts(loads=True)
+            self.manager.allow_parts(loads=True)
         self.views = [[tensor.numpy().view(np.uint8) for tensor in tensors] for tensors in self.rig.tensors]
         for worker in self.rig.workers:
             worker.reports_failures = True
@@ -339,9 +339,9 @@ class Sequences(RuleBasedStateMachine):
             self._begin(number, each, is_store=True)
         parts = self.manager.take_parts()
         for number, each in loads.items():
-            self.tickets[each.src_spec.job] = number
-            SEEN["loads in parts"] += any(each.src_spec.left)
-            self.loads[number].in_parts = any(each.src_spec.left)
+            self.tickets[each.src_spec.ticket] = number
+            SEEN["loads in parts"] += any(each.src_spec.chunks_after)
+            self.loads[number].in_parts = any(each.src_spec.chunks_after)
             blocks = each.dst_spec.block_ids.tolist()
             for view in chain(*self.views):
                 view[blocks] = POISON
@@ -349,7 +349,7 @@ class Sequences(RuleBasedStateMachine):
         for part in parts:
             what = "stores" if part.is_store else "loads"
             SEEN[f"ends of {what}" if part.slots is None else f"parts of {what}"] += 1
-            number = self.tickets[part.job]
+            number = self.tickets[part.first_ticket]
             self.jobs += [Job(number, rank, None, part.is_store, part) for rank in range(len(self.rig.workers))]
 
     def _flush(self, number: int) -> None:
@@ -357,8 +357,8 @@ class Sequences(RuleBasedStateMachine):
         for job in [each for each in self.jobs if each.number == number]:
             self._move(job, "good")
         for rank, worker in enumerate(self.rig.workers):
-            under_way = [job for job in worker._under_way.values() if job.theirs == number]
-            SEEN["flushes of stores in parts"] += any(job.is_store and job.left for job in under_way)
+            under_way = [job for job in worker._jobs.values() if job.vllm_job == number]
+            SEEN["flushes of stores in parts"] += any(job.is_store and job.chunks_left for job in under_way)
             worker.wait({number})
             self._poll(rank)
 
@@ -366,8 +366,8 @@ class Sequences(RuleBasedStateMachine):
         if is_store:
             contents = [self.device[block] for block in transfer.src_spec.block_ids.tolist()]
             assert {key for key, _ in contents} == self.scheduler._jobs[number].keys
-            self.tickets[transfer.dst_spec.job] = number
-            SEEN["stores in parts"] += any(transfer.dst_spec.left)
+            self.tickets[transfer.dst_spec.ticket] = number
+            SEEN["stores in parts"] += any(transfer.dst_spec.chunks_after)
             for key, salt in contents:
                 self.stored[key].add(salt)
         made = [Job(number, rank, transfer, is_store) for rank in range(len(self.rig.workers))]
@@ -396,11 +396,11 @@ class Sequences(RuleBasedStateMachine):
             for each in [each for each in before if (each.number, each.rank) == (job.number, job.rank)]:
                 self._move(each, "good")
             self.jobs.remove(job)
-            whole = worker._under_way.get(job.part.job)
+            whole = worker._jobs.get(job.part.first_ticket)
             if whole is not None and how == "bad":
                 whole.blocks = nowhere(whole.blocks)
             with delayed_reports(worker, self.late if how == "late" else None):
-                worker.go_on([job.part])
+                worker.submit_parts([job.part])
                 self._poll(job.rank)
             return
         self.jobs.remove(job)
@@ -413,10 +413,10 @@ class Sequences(RuleBasedStateMachine):
         slots, blocks = destination.indices, source.block_ids.tolist()
         if how == "bad":
             self.done.append(job)
-            worker.reports.stored(destination.job, job.rank, [], slots)
+            worker.reports.stored(destination.ticket, job.rank, [], slots)
             return
         self.copying.append(job)
-        how = "late" if how == "part" and any(destination.left) else how  # its first blocks may have no slots
+        how = "late" if how == "part" and any(destination.chunks_after) else how  # its first blocks may have no slots
         half = len(blocks) // 2 if how == "part" else len(blocks)
         for view in self.views[job.rank]:
             view[blocks[half:]] = POISON
@@ -430,7 +430,7 @@ class Sequences(RuleBasedStateMachine):
     def _poll(self, rank: int) -> None:
         """What a rank is copying is in place, or has failed."""
         worker = self.rig.workers[rank]
-        worker.engine.wait(list(worker._jobs))
+        worker.engine.wait(list(worker._parts))
         ended = {result.job_id for result in worker.get_finished()}
         for number in worker.take_failed(ended):
             self.loads[number].failed = True
@@ -596,5 +596,5 @@ class Sequences(RuleBasedStateMachine):
         self.runtime.pump()
         assert (cache.leases, cache.protected, cache.jobs_in_flight) == (0, 0, 0)
         assert {state for pool in cache._state.pools for state in pool.state} <= {FREE, READY}
-        assert not (manager._stores or manager._stores.by_key or manager._stale or manager._requests)
+        assert not (manager._store_jobs or manager._store_jobs.by_first_key or manager._unreported or manager._requests)
         assert not self.scheduler._req_status

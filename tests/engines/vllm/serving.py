@@ -159,11 +159,11 @@ class Engine:
         engine, core, loads = (
             self.llm.llm_engine,
             self.llm.llm_engine.engine_core.engine_core,
-            self.manager._loads._loads,
+            self.manager._load_jobs._by_request,
         )
         is_midway = {
-            "store": lambda: bool(self.manager._stores.coming),
-            "load": lambda: any(load.rest for load in loads.values()),
+            "store": lambda: bool(self.manager._store_jobs.keys_without_slots),
+            "load": lambda: any(load.pending for load in loads.values()),
         }
         engine.add_request("killed", {"prompt_token_ids": tokens}, self.sampling)
         deadline = time.monotonic() + 60.0
@@ -437,13 +437,13 @@ def rewrite_after_loading(model: Path) -> None:
     """Have weights changed in their file when vLLM has loaded them, before the adapter has looked at them."""
     from longshore.engines.vllm import spec
 
-    describe, (path,) = spec.describe, model.glob("*.safetensors")
+    describe, (path,) = spec.model_identity, model.glob("*.safetensors")
 
     def late(*arguments: Any) -> Any:
         rewrite(path)
         return describe(*arguments)
 
-    spec.describe = late
+    spec.model_identity = late
 
 
 def main(make: type[Engine] = Engine) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.kv_offload import base, config
 
 from longshore.boundary import DEVICE, HOST, Route
-from longshore.engines.vllm import changes, contract
+from longshore.engines.vllm import LongshoreManager, LongshoreSpec, LongshoreWorker, connector, contract, weight_changes
 from longshore.engines.vllm.connector import LongshoreConnector
 from longshore.engines.vllm.spec import layout_of
 from longshore.errors import ContractError
@@ -92,7 +93,7 @@ def test_a_worker_connector_without_its_loads_is_refused_at_start() -> None:
 
 def test_vllm_has_the_methods_that_change_weights() -> None:
     for path in ("cpu_worker.CPUWorker", "gpu_worker.Worker"):
-        contract.check_has(resolve_obj_by_qualname(f"vllm.v1.worker.{path}"), *changes.METHODS)
+        contract.check_has(resolve_obj_by_qualname(f"vllm.v1.worker.{path}"), *weight_changes.METHODS)
     with pytest.raises(ContractError, match="SimpleNamespace to have reload_weights"):
         contract.check_has(SimpleNamespace(load_model=None), "load_model", "reload_weights")
 
@@ -101,3 +102,12 @@ def test_positions_of_keys_are_where_the_manager_looks_for_them() -> None:
     context = base.ReqContext(req_id="one")
     context.set_offload_key_position(b"key", 16)
     assert list(context._offload_key_positions) == [b"key"]
+
+
+def test_table_of_the_connector_names_methods_that_exist() -> None:
+    rows = re.findall(r"^    ([a-z_]+)  +(.+)$", str(connector.__doc__), re.MULTILINE)
+    assert len(rows) == 20
+    for theirs, answers in rows:
+        assert hasattr(connector.OffloadingConnector, theirs), theirs
+        for name in re.findall(r"\b[a-z]+(?:_[a-z]+)+\b(?!\.)|\b(?:lookup|wait|shutdown)\b", answers):
+            assert any(hasattr(kind, name) for kind in (LongshoreManager, LongshoreSpec, LongshoreWorker)), name

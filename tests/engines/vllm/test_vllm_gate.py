@@ -12,7 +12,7 @@ from vllm_kit import TOKENS, Rig, file_settings, keys_of
 
 from longshore.boundary import DEVICE, FILE, HOST, Route, Status, TransferResult
 from longshore.cache import DropReason, Presence, RecomputeGate
-from longshore.engines.vllm.loads import load_limit, tiers_of
+from longshore.engines.vllm.load_jobs import load_limit, tiers_of
 from longshore.errors import ConfigError
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING

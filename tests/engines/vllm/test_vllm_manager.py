@@ -19,10 +19,11 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm_kit import BLOCKS, Rig, file_settings, keys_of
 
-from longshore.cache import Residency
+from longshore.cache import DropReason, MissReason, Residency
 from longshore.cache.eviction.hit_rates import USES
-from longshore.engines.vllm.requests import ours
-from longshore.errors import ConfigError, EngineError
+from longshore.engines.vllm.requests import cache_keys
+from longshore.errors import ConfigError, DeviceError, EngineError
+from longshore.transfer.ordering import Lane
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
 
@@ -31,7 +32,7 @@ HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDI
 def test_keys_differ_by_group_and_start_with_digest_bytes(size: int) -> None:
     digests = [hashlib.sha256(bytes((at,))).digest()[:size] for at in range(64)]
     theirs = [make_offload_key(digest, group) for digest in digests for group in (0, 1)]
-    names = ours(theirs)
+    names = cache_keys(theirs)
     assert len(set(names)) == len(theirs)
     assert {len(name) for name in names} == {32}
     assert len({name[0] for name in names}) > 32
@@ -80,7 +81,7 @@ def test_chunk_without_a_report_of_every_rank_is_a_miss(rigs: Any) -> None:
     rig.manager.complete_store(set(keys), context)  # which vLLM says whatever happened
     assert HIT not in rig.lookup(keys, rig.request("two", keys))
     assert rig.manager.has_pending_work(), "a worker may still write there"
-    rig.workers[1].reports.stored(output.store_spec.job, 1, [], output.store_spec.indices)
+    rig.workers[1].reports.stored(output.store_spec.ticket, 1, [], output.store_spec.indices)
     rig.end_step()
     assert rig.lookup(keys, rig.request("three", keys)) == [MISS, MISS]
     assert rig.cache.counters.drops["host"].total() == 2
@@ -176,7 +177,7 @@ def test_file_tier_hit_is_prefetched_then_loaded(rigs: Any, tmp_path: Path) -> N
     before = [rig.bytes_of(0, block) for block in range(1, 6)]
     assert rig.manager._runtime.flush(10.0)
     with rig.manager._runtime.transaction() as cache:
-        assert cache.discard(ours(keys), "host") == 5
+        assert cache.discard(cache_keys(keys), "host") == 5
     reader = rig.request("reader", keys)
     assert rig.lookup(keys, reader) == [PENDING] * 5
     assert rig.manager._runtime._wait(lambda: not rig.cache.jobs_in_flight, 10.0)
@@ -194,7 +195,7 @@ def test_corrupt_record_is_a_miss_for_every_waiting_request(rigs: Any, tmp_path:
     rig.store(keys, [1, 2], rig.request("writer", keys))
     assert rig.manager._runtime.flush(10.0)
     with rig.manager._runtime.transaction() as cache:
-        assert cache.discard(ours(keys), "host") == 2
+        assert cache.discard(cache_keys(keys), "host") == 2
     segment = tmp_path / "tier" / "segment"
     segment.write_bytes(bytes(byte ^ 255 for byte in segment.read_bytes()))
     first, second = rig.request("first", keys), rig.request("second", keys)
@@ -253,9 +254,55 @@ def test_internal_error_of_a_worker_fails_its_load_alone(
         broken.setattr(worker if step == "_transfer" else worker.engine, step, lambda _: {}["of the test"])
         rig.load(keys, [3, 4], unlucky)
     assert worker.take_failed({0, 1, 2, 3}) == {1}
-    assert "internal error: transfer job" in caplog.text
+    (logged,) = [record for record in caplog.records if "internal error: transfer job" in record.message]
+    assert logged.exc_info
+    counters = rig.cache.counters
+    assert +counters.misses == {MissReason.INTERNAL_ERROR: 2}
+    assert counters.internal_errors == 1
     assert rig.lookup(keys, rig.request("another", keys)) == [HIT, HIT]
     assert rig.cache.jobs_in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"), [(KeyError("of the test"), 1), (DeviceError("the device refuses copies"), 0)]
+)
+def test_internal_errors_of_stores_are_counted_apart_from_device_errors(
+    rigs: Any, error: Exception, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, keys, fired = rigs(world=2), keys_of(2), list[object]()
+
+    def broken(transfer: object) -> None:
+        fired.append(transfer)
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rig.workers[1].engine, "submit", broken)
+        rig.store(keys, [1, 2], rig.request("one", keys))
+    assert fired
+    assert rig.cache.counters.internal_errors == expected
+    assert rig.cache.counters.drops["host"][DropReason.WRITE_FAILED] == 2
+    assert rig.lookup(keys, rig.request("two", keys)) == [MISS, MISS]
+
+
+def test_load_that_a_broken_transfer_engine_ends_is_an_internal_error(
+    rigs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, keys, fired = rigs(), keys_of(2), list[object]()
+    rig.store(keys, [1, 2], rig.request("writer", keys))
+    unlucky, worker = rig.request("unlucky", keys), rig.workers[0]
+    assert rig.lookup(keys, unlucky) == [HIT, HIT]
+    worker.reports_failures = True
+
+    def broken(*arguments: object) -> None:
+        fired.append(arguments)
+        raise ZeroDivisionError("of the test")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Lane, "_retire", broken)
+        rig.load(keys, [3, 4], unlucky)
+    assert len(fired) == 1, "the engine is closed, and refuses the second try"
+    assert rig.cache.counters.misses[MissReason.INTERNAL_ERROR] == 2
+    assert rig.cache.counters.misses[MissReason.DEVICE_ERROR] == 0
 
 
 def test_start_warns_under_the_plain_connector(caplog: pytest.LogCaptureFixture) -> None:
@@ -301,7 +348,7 @@ def test_promised_loads_stay_in_place_after_a_fault(rigs: Any) -> None:
     rig.manager._runtime.fail(RuntimeError("by the test"))
     with rig.manager._runtime.locked() as cache:
         index = cache._state.index
-        expected = [index.slot[0][index.get(key)] for key in ours(keys[:4])]
+        expected = [index.slot[0][index.get(key)] for key in cache_keys(keys[:4])]
     assert list(rig.manager.prepare_load(keys[:4], second).indices) == expected
 
 
@@ -340,7 +387,7 @@ def test_inconsistent_cache_disables_tiers_but_not_the_engine(
         rig.run("submit_load", spec, GPULoadStoreSpec([5, 6, 7, 8], group_sizes=[4], block_indices=[0]))
         assert not rig.workers[0].failed
         rig.manager.complete_load(set(keys), second)
-        lost = rig.cache._state.index.get(ours(keys)[2])
+        lost = rig.cache._state.index.get(cache_keys(keys)[2])
         rig.cache._state.pools[0].node[rig.cache._state.index.slot[0][lost]] = 0
         spec = rig.manager.prepare_load(keys, second)
         rig.run("submit_load", spec, GPULoadStoreSpec([5, 6, 7, 8], group_sizes=[4], block_indices=[0]))
@@ -373,7 +420,7 @@ def test_request_advances_the_eviction_clock_and_use_counts_once(rigs: Any) -> N
     for _ in range(2):
         rig.store(keys, [3, 4], second)
     assert policy._now == 3
-    nodes = [rig.cache._state.index.get(key) for key in ours(keys)]
+    nodes = [rig.cache._state.index.get(key) for key in cache_keys(keys)]
     assert [(policy._used[node], ((policy._state[node] & USES) >> 3) - 1) for node in nodes] == [(3, 2)] * 2
 
 
@@ -405,17 +452,17 @@ def test_slot_is_not_reused_while_a_worker_may_write_it(rigs: Any) -> None:
     rig, keys, others = rigs(host_size=3 * 4096), keys_of(2), keys_of(3, name="other")
     worker, first = rig.workers[0], rig.request("first", keys)
     parent = rig.manager.prepare_store(keys[:1], first)
-    worker.reports.stored(parent.store_spec.job, 0, [], parent.store_spec.indices)
+    worker.reports.stored(parent.store_spec.ticket, 0, [], parent.store_spec.indices)
     child = rig.manager.prepare_store(keys[1:], first)  # the worker copies it from here on
     rig.manager.complete_store(set(keys[:1]), first)
     second = rig.request("second", keys)
     again = rig.manager.prepare_store(keys, second)
     assert again.keys_to_store == keys
-    worker.reports.stored(again.store_spec.job, 0, [], again.store_spec.indices)
+    worker.reports.stored(again.store_spec.ticket, 0, [], again.store_spec.indices)
     rig.manager.complete_store(set(keys), second)
     taken = rig.manager.prepare_store(others, rig.request("third", others))
     assert not set(taken.store_spec.indices) & set(child.store_spec.indices)
-    worker.reports.stored(child.store_spec.job, 0, child.store_spec.indices, [])
+    worker.reports.stored(child.store_spec.ticket, 0, child.store_spec.indices, [])
     rig.end_step()
     assert not rig.manager.has_pending_work()
     rig.cache.check_integrity()

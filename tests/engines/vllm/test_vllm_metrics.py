@@ -12,7 +12,7 @@ from vllm_kit import TOKENS, Rig, file_settings, keys_of
 from longshore.cache import TieredCache, TierSpec
 from longshore.engines.vllm import LongshoreSpec, spec
 from longshore.engines.vllm.metrics import OffloadingMetrics, zero
-from longshore.engines.vllm.requests import ours
+from longshore.engines.vllm.requests import cache_keys
 from longshore.monitoring.metric_table import METRICS
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
@@ -48,7 +48,7 @@ def lose_host(rig: Rig, keys: list[OffloadKey]) -> None:
     """Only the file tier has `keys` from now on."""
     assert rig.manager._runtime.flush(10.0)
     with rig.manager._runtime.transaction() as cache:
-        assert cache.discard(ours(keys), "host") == len(keys)
+        assert cache.discard(cache_keys(keys), "host") == len(keys)
 
 
 def test_every_metric_label_is_declared_and_starts_at_zero(rigs: Any) -> None:
@@ -233,7 +233,7 @@ def test_only_names_of_stored_blocks_are_kept(rigs: Any) -> None:
     output = rig.manager.prepare_store(keys, writer)
     assert output.keys_to_store == keys
     for worker in rig.workers:
-        worker.reports.stored(output.store_spec.job, 0, output.store_spec.indices[:2], output.store_spec.indices[2:])
+        worker.reports.stored(output.store_spec.ticket, 0, output.store_spec.indices[:2], output.store_spec.indices[2:])
     rig.manager.complete_store(set(keys), writer)
     assert list(rig.manager._events._announced.names.values()) == keys[:2]
     (stored,) = rig.manager.take_events()

@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from longshore.engines.vllm.model import ModelIdentity
-from longshore.engines.vllm.rendezvous import EngineMemory, find, publish, rendezvous_path, withdraw
+from longshore.engines.vllm.rendezvous import (
+    EngineMemory,
+    memory_info_path,
+    record_memory_info,
+    remove_memory_info,
+    wait_for_memory_info,
+)
 from longshore.errors import EngineError
 
 ENGINE = "an engine"
@@ -39,28 +45,28 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_note_says_what_was_published_until_it_is_withdrawn(directory: Path) -> None:
-    publish(ENGINE, HERE)
-    assert find(ENGINE, 0.0) == HERE
+    record_memory_info(ENGINE, HERE)
+    assert wait_for_memory_info(ENGINE, 0.0) == HERE
     assert [path.stat().st_mode & 0o777 for path in (directory, *directory.iterdir())] == [0o700, 0o600]
     with pytest.raises(EngineError, match="no worker of engine another"):
-        find("another", 0.0)
-    withdraw(ENGINE)
+        wait_for_memory_info("another", 0.0)
+    remove_memory_info(ENGINE)
     assert list(directory.iterdir()) == []
 
 
 def test_note_of_a_killed_engine_is_not_believed() -> None:
-    publish(ENGINE, GONE)
+    record_memory_info(ENGINE, GONE)
     naps = []
 
     def nap(seconds: float) -> None:
         naps.append(seconds)
-        publish(ENGINE, HERE)
+        record_memory_info(ENGINE, HERE)
 
-    assert find(ENGINE, nap=nap) == HERE
+    assert wait_for_memory_info(ENGINE, nap=nap) == HERE
     assert len(naps) == 1
-    publish(ENGINE, GONE)
+    record_memory_info(ENGINE, GONE)
     with pytest.raises(EngineError, match="no worker of engine"):
-        find(ENGINE, 0.0)
+        wait_for_memory_info(ENGINE, 0.0)
 
 
 def link(path: Path) -> None:
@@ -91,4 +97,4 @@ def of_another_user(path: Path) -> None:
 def test_notes_lie_in_no_directory_that_others_can_write(directory: Path, make: Callable[[Path], object]) -> None:
     make(directory)
     with pytest.raises(EngineError, match="is not a directory of this user alone"):
-        rendezvous_path(ENGINE)
+        memory_info_path(ENGINE)

@@ -221,7 +221,7 @@ def test_ranks_that_share_no_memory_are_refused_at_once(monkeypatch: pytest.Monk
     monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
     monkeypatch.setattr(parallel_state, "get_tp_group", lambda: SimpleNamespace(cpu_group="both ranks"))
     monkeypatch.setattr(parallel_state, "in_the_same_node_as", lambda group: [group == "both ranks", False])
-    for step in ("layout_of", "publish"):  # nothing has happened by then that only one rank might get to
+    for step in ("layout_of", "record_memory_info"):  # nothing has happened by then that only one rank might get to
         monkeypatch.setattr(f"longshore.engines.vllm.spec.{step}", None)
     with pytest.raises(EngineError, match="several nodes"):
         Rig(world=2)

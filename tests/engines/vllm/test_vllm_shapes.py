@@ -149,7 +149,7 @@ def test_parts_of_ranks_lie_side_by_side_in_one_image(rigs: Any) -> None:
     rig, keys = rigs(world=2, page=PAGE), keys_of(1)
     output = rig.manager.prepare_store(keys, rig.request("one", keys))
     rig.copy_in(output.store_spec, [3])
-    ((_, pool, (slot,)),) = output.store_spec.runs
+    ((_, pool, (slot,)),) = output.store_spec.group_slots
     slabs = rig.manager._tiers.arena.array
     image = slabs[slot * 2 * 12288 : (slot + 1) * 2 * 12288]
     for rank in (0, 1):

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 from engine_runs import Serve, asked, prompts, tiers
-from test_vllm_changes import CONNECTOR
-from test_vllm_stores import free_port
+from test_vllm_remote_stores import free_port
+from test_vllm_weight_changes import CONNECTOR
 from tiny_models import save
 from vllm.v1.kv_offload.base import LookupResult
 from vllm_kit import Rig, file_settings, keys_of
@@ -38,12 +38,12 @@ class DeviceMemoryUser(Rig):
 
     def reset_for_sleep(self, level: int = 1) -> None:
         """What `EngineCore.sleep` does first."""
-        token = tiers_module._level.set(level)
+        token = tiers_module._sleep_level.set(level)
         try:
             self.manager.reset_cache()
             self.manager.device_was_reset()
         finally:
-            tiers_module._level.reset(token)
+            tiers_module._sleep_level.reset(token)
 
     def sleep(self, level: int = 1) -> None:
         self.reset_for_sleep(level)
@@ -161,7 +161,7 @@ def test_weights_that_changed_after_all_empty_what_a_sleep_kept(rigs: Rigs) -> N
     rig = rigs()
     rig.write()
     rig.sleep()
-    rig.workers[0]._changes.on_change()
+    rig.workers[0]._weight_watch.on_change()
     rig.wake()
     assert rig.answers("reader") == [MISS] * 3
 
@@ -198,7 +198,7 @@ def test_stores_and_loads_end_before_device_memory_goes(rigs: Rigs) -> None:
     each.submit_store(92, rig._theirs(store, range(12, 60)), store)
     rig.reset_for_sleep()
     each.before_device_release()
-    assert not each.engine._state.jobs and not each._jobs
+    assert not each.engine._state.jobs and not each._parts
     assert all(map(torch.equal, rig.bytes_of(0, 8), before[0][0]))
     assert {done.job_id for done in each.get_finished()} == {91, 92}
     rig.wake()

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from streams_kit import CHUNKS, HOST_CHUNKS, Engine, finish_load, settled
+from parts_kit import CHUNKS, HOST_CHUNKS, Engine, finish_load, settled
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.request import Request, RequestStatus
 from vllm_kit import Group, file_settings, keys_of
@@ -44,12 +44,12 @@ def make(rigs: Any, path: Path, groups: int = 1, **more: Any) -> Engine:
 
 
 def reset(engine: Engine, level: int = 0) -> None:
-    token = tiers_module._level.set(level)
+    token = tiers_module._sleep_level.set(level)
     try:
         engine.scheduler.reset_cache()
         engine.manager.device_was_reset()
     finally:
-        tiers_module._level.reset(token)
+        tiers_module._sleep_level.reset(token)
 
 
 def sleep(engine: Engine, level: int = 1) -> None:
@@ -177,9 +177,9 @@ def test_flush_does_not_publish_a_store_in_flight_at_sleep(rigs: Any) -> None:
     rig = rigs(world=1)
     context = rig.request("writer", keys := keys_of(3))
     rig.manager.prepare_store(keys, context)
-    token = tiers_module._level.set(1)
+    token = tiers_module._sleep_level.set(1)
     rig.manager.reset_cache()
-    tiers_module._level.reset(token)
+    tiers_module._sleep_level.reset(token)
     rig.manager.on_reset_flushed()
     other = rig.request("reader", keys)
     assert rig.lookup(keys, other) == [LookupResult.MISS] * 3
@@ -281,7 +281,7 @@ def test_loads_stores_sleeps_and_resets_in_any_order(rigs: Any, tmp_path: Path, 
     life.check()
     settled(engine)
     give_up = time.monotonic() + 30
-    while any(worker._under_way or worker._jobs for worker in engine.rig.workers):  # of jobs that were cancelled
+    while any(worker._jobs or worker._parts for worker in engine.rig.workers):  # of jobs that were cancelled
         assert time.monotonic() < give_up
         engine.step()
 

@@ -15,7 +15,7 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 from vllm_kit import Rig, file_settings, keys_of
 
 from longshore.engines.vllm.metrics import zero
-from longshore.engines.vllm.requests import ours
+from longshore.engines.vllm.requests import cache_keys
 from longshore.runtime.tier_host import HostedFileTier, tier
 from longshore.runtime.tier_host.supervisor import HostProcess
 from longshore.tiers.file.directory import COPIES
@@ -66,7 +66,7 @@ class HostedRig(Rig):
         assert self.store(keys, blocks, self.request(f"writer of {keys[0]!r}", keys)) == keys
         assert self.manager._runtime.flush(TIMEOUT)
         with self.manager._runtime.transaction() as cache:
-            assert cache.discard(ours(keys), "host") == len(keys)
+            assert cache.discard(cache_keys(keys), "host") == len(keys)
         return [self.bytes_of(0, block) for block in blocks]
 
     def answers(self, name: str, keys: list[OffloadKey] = KEYS) -> list[LookupResult]:

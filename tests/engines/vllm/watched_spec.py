@@ -69,12 +69,12 @@ class WatchedSpec(LongshoreSpec):
         def store(keys: Any, context: Any) -> Any:
             output = prepare_store(keys, context)
             if output is not None:
-                WITNESS.names[output.store_spec.job] = list(output.keys_to_store)
+                WITNESS.names[output.store_spec.ticket] = list(output.keys_to_store)
             return output
 
         def load(keys: Any, context: Any) -> Any:
             spec = prepare_load(keys, context)
-            WITNESS.promise(spec.job, list(keys))
+            WITNESS.promise(spec.ticket, list(keys))
             return spec
 
         manager.prepare_store, manager.prepare_load = store, load
@@ -86,11 +86,11 @@ class WatchedSpec(LongshoreSpec):
         submit_store, submit_load, get_finished = worker.submit_store, worker.submit_load, worker.get_finished
 
         def store(job: int, source: GPULoadStoreSpec, target: Any) -> bool:
-            WITNESS.store(target.job, source.block_ids.tolist())
+            WITNESS.store(target.ticket, source.block_ids.tolist())
             return submit_store(job, source, target)
 
         def load(job: int, source: Any, target: GPULoadStoreSpec, *more: Any) -> bool:
-            WITNESS.loading[job] = source.job, target.block_ids.tolist()
+            WITNESS.loading[job] = source.ticket, target.block_ids.tolist()
             return submit_load(job, source, target, *more)
 
         def finished() -> Any:

@@ -1,12 +1,40 @@
-"""`LongshoreConnector`: vLLM's offloading connector, which also says when a load has failed, and how long steps take.
+"""`LongshoreConnector`: vLLM's `OffloadingConnector`, with failed loads, loads and stores in parts, and step times.
 
 vllm serve MODEL --kv-transfer-config '{"kv_connector": "LongshoreConnector", "kv_role": "kv_both",
     "kv_connector_module_path": "longshore.engines.vllm.connector", "kv_load_failure_policy": "recompute",
     "kv_connector_extra_config": {"spec_name": "LongshoreSpec", "spec_module_path": "longshore.engines.vllm", ...}}'
 
-The plain connector takes every load for a success. With this one the request is computed instead. And the gate (load or
-recompute) measures in steps how fast prompts are computed; without, set `prefill_speed`. Prompts
-longer than host memory are stored and loaded in parts, which the metadata of steps tells workers of.
+Which method answers a method of vLLM's `KVConnectorBase_V1`. In the scheduler, vLLM's `OffloadingConnectorScheduler`
+calls `LongshoreManager` (manager.py):
+
+    on_new_request                  set_adapter, on_new_request
+    get_num_new_matched_tokens      lookup, for one chunk after the other
+    get_external_cache_hit_sources  get_load_source
+    update_state_after_alloc        prepare_load (load_jobs.py)
+    build_connector_meta            on_schedule_end, prepare_store (store_jobs.py), on_request_finished, take_parts
+    update_connector_output         complete_load, complete_store
+    request_finished                will_finish
+    request_finished_all_groups     will_finish
+    has_pending_push_work           has_pending_work
+    reset_cache                     reset_cache, on_reset_flushed
+    bind_kv_cache_manager           device_was_reset, at each reset of vLLM's prefix cache
+    take_events                     take_events (metrics.py)
+    get_kv_connector_stats          get_stats (metrics.py)
+    shutdown                        shutdown
+
+In each worker, vLLM's `OffloadingConnectorWorker` calls `LongshoreWorker` (worker.py):
+
+    register_kv_caches              LongshoreSpec.get_worker (spec.py)
+    start_load_kv                   submit_store (stores of the step before), submit_load, submit_parts
+    handle_preemptions              submit_store, wait
+    get_transfer_results            get_finished, take_failed
+    get_finished                    get_finished
+    shutdown                        shutdown
+
+`wait_for_save` only queues stores for the next step. `wait_for_layer_load` and `save_kv_layer` do nothing: chunks are
+copied whole, not layer by layer. The plain `OffloadingConnector` takes every load for a success; with this one the
+request of a failed load is recomputed. It also measures in steps how fast prompts are computed, for the gate (load or
+recompute); without it, set `prefill_speed`.
 """
 
 from __future__ import annotations
@@ -27,28 +55,27 @@ from longshore.engines.vllm.worker import LongshoreWorker
 _OPEN_STEPS = 2
 """Steps that are planned and have not ended, at most."""
 
-
 _COMPUTED_SECONDS = 0.5e-3
 """A longer step has computed something, or slept."""
 
-_NAP_SECONDS = 0.2e-3
+_SLEEP_SECONDS = 0.2e-3
 
 
-class Backoff:
-    """A back-off: sleeps briefly in steps that follow one another at once while copies are in flight.
+class GilYield:
+    """Yields the GIL to other threads: sleeps for 0.2 ms in steps without computation while copies are in flight.
 
     A step that finds nothing to compute returns at once. vLLM's own process then sleeps for a millisecond. An engine in
-    the process of its caller (VLLM_ENABLE_V1_MULTIPROCESSING=0) does not: its loop takes and releases the interpreter
-    lock so often that another thread may wait for it for hundreds of milliseconds.
+    the process of its caller (VLLM_ENABLE_V1_MULTIPROCESSING=0) does not: it polls, and releases and takes the GIL so
+    often that another thread may wait for it for hundreds of milliseconds.
     """
 
     def __init__(self) -> None:
         self._last_step = -math.inf
 
-    def step_planned(self, is_awaited: Callable[[], bool]) -> None:
-        """A step was planned: sleep if it follows the last one at once while copies are in flight (`is_awaited`)."""
-        if time.monotonic() - self._last_step < _COMPUTED_SECONDS and is_awaited():
-            time.sleep(_NAP_SECONDS)
+    def step_planned(self, in_flight: Callable[[], bool]) -> None:
+        """A step was planned: sleep if the last one has computed nothing and copies are `in_flight`."""
+        if time.monotonic() - self._last_step < _COMPUTED_SECONDS and in_flight():
+            time.sleep(_SLEEP_SECONDS)
         self._last_step = time.monotonic()
 
 
@@ -63,12 +90,11 @@ class StepTimer:
     """Measures how long vLLM takes to compute prompts: planned(step) ─► the workers compute ─► ended().
 
     Plans and ends come in the same order, but with asynchronous scheduling a step is planned before the one before it
-    has ended. A step whose end is not reported lasts until the next report: it looks slower than it was, so in doubt
-    blocks are loaded.
+    has ended. A step whose end is not reported counts as lasting until the next report. It then appears slower than it
+    was, which favours loading.
 
-    Calls `on_step(context, tokens, seconds)` of each step that computed at least `least` tokens of some prompt.
-
-    `context` is that of one request that would have taken as much attention as all requests of the step together.
+    Calls `on_step(context, tokens, seconds)` for each step that computed at least `least` tokens of some prompt, with
+    the `context` of one request of as many tokens that would take as much attention as the whole step.
     """
 
     def __init__(self, on_step: Callable[[int, int, float], None], least: int) -> None:
@@ -104,18 +130,22 @@ def tokens_of(output: Any) -> list[tuple[int, int]]:
 
 
 class LongshoreConnector(OffloadingConnector):  # type: ignore[misc]
-    """Reports the requests whose blocks could not be loaded."""
+    """vLLM's offloading connector, with calls of `LongshoreManager` and `LongshoreWorker` that vLLM's own one lacks.
+
+    Of the manager: `set_adapter`, `will_finish`, `take_parts`, `observe_prefill`, `device_was_reset`, `allow_parts`.
+    Of the worker: `submit_parts`, `take_failed`. The table in the docstring of this module has all other methods.
+    """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         if self.connector_scheduler is not None:
             policy = vllm_config.kv_transfer_config.kv_load_failure_policy
-            self.connector_scheduler.manager.pass_parts(loads=policy == "recompute")
+            self.connector_scheduler.manager.allow_parts(loads=policy == "recompute")
 
     # ------------------------------------------------------------------ in the scheduler
 
     def on_new_request(self, request: Any) -> None:
-        """A request has arrived, maybe with an adapter."""
+        """A request has arrived; the manager is told its LoRA adapter first."""
         if request.lora_request is not None:
             self.connector_scheduler.manager.set_adapter(request.request_id, request.lora_request)
         super().on_new_request(request)
@@ -131,7 +161,7 @@ class LongshoreConnector(OffloadingConnector):  # type: ignore[misc]
         return super().request_finished_all_groups(request, block_ids)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """A step was planned: its metadata carries the next parts of jobs to the workers."""
+        """A step was planned: its metadata has the next parts of loads and stores, for the workers."""
         self._step_timer.planned(tokens_of(scheduler_output), time.monotonic())
         meta = super().build_connector_meta(scheduler_output)
         meta.parts = self.connector_scheduler.manager.take_parts()
@@ -149,13 +179,13 @@ class LongshoreConnector(OffloadingConnector):  # type: ignore[misc]
         super().bind_kv_cache_manager(kv_cache_manager)
         reset, manager = kv_cache_manager.reset_prefix_cache, self.connector_scheduler.manager
 
-        def and_tell(*arguments: Any, **named: Any) -> Any:
+        def reset_and_notify(*arguments: Any, **named: Any) -> Any:
             done = reset(*arguments, **named)
             if done:
                 manager.device_was_reset()
             return done
 
-        kv_cache_manager.reset_prefix_cache = and_tell
+        kv_cache_manager.reset_prefix_cache = reset_and_notify
         manager.observes_device_resets = True
 
     @cached_property
@@ -175,26 +205,26 @@ class LongshoreConnector(OffloadingConnector):  # type: ignore[misc]
 
     @classmethod
     def build_prom_metrics(cls, *arguments: Any, **named: Any) -> Any:
-        """vLLM's metrics, of which ours are there, at zero, before the engine has worked."""
+        """vLLM's metrics. Those of Longshore are exported at zero before the first step."""
         metrics = super().build_prom_metrics(*arguments, **named)
         for engine in metrics.per_engine_labelvalues:
             metrics.observe(zero().data, engine)
         return metrics
 
     def start_load_kv(self, forward_context: Any, **named: Any) -> None:
-        """Begin loads, and the next parts of jobs."""
+        """Submit loads, stores of the step before, and the next parts of both."""
         super().start_load_kv(forward_context, **named)
-        self._ours.go_on(self._connector_metadata.parts)
+        self._longshore_worker.submit_parts(self._connector_metadata.parts)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Requests whose transfers have ended, and those of them whose loads have failed."""
         requests = dict(self.connector_worker._load_jobs)
         results = super().get_transfer_results(finished_req_ids)
-        results.failed_recving |= {requests[job] for job in self._ours.take_failed(requests)}
+        results.failed_recving |= {requests[job] for job in self._longshore_worker.take_failed(requests)}
         return results
 
     @property
-    def _ours(self) -> LongshoreWorker:
+    def _longshore_worker(self) -> LongshoreWorker:
         worker = self.connector_worker.worker
         if not isinstance(worker, LongshoreWorker):
             raise TypeError(f"expected the worker of LongshoreSpec, got {type(worker).__name__}")

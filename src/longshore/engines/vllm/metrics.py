@@ -88,24 +88,24 @@ class OffloadingMetrics:
         for _, _, histogram in self._histograms:
             histogram.keep_recent()
 
-    def reasons(
-        self, found: Sequence[Presence], *, late: bool, brought: bool, stalled: bool
+    def miss_reasons(
+        self, found: Sequence[Presence], *, timed_out: bool, was_prefetched: bool, stalled: bool
     ) -> Counter[MissReason] | None:
         """Why a request misses chunks that were found so: it gets no further than to the first that is not ready.
 
-        `None` if it waits for that one, because it is on its way, or may be brought up. It is too `late` if it has
-        waited for too long, and what was `brought` up for it once is not again. While the file tier is `stalled` it
-        waits for nothing.
+        `None` if it waits for that one, because it is in flight, or may be prefetched. A request that has `timed_out`
+        does not wait; nor does one for chunks that were prefetched for it and evicted again (`was_prefetched`), nor any
+        while the file tier is `stalled`.
         """
         if found.count(Presence.WARMEST) == len(found):
             return Counter()
         first = next(i for i, presence in enumerate(found) if presence is not Presence.WARMEST)
         reason = MissReason.ABSENT
         if found[first] is not Presence.ABSENT:
-            if not late and not stalled and not (brought and found[first] is Presence.COLDER):
+            if not timed_out and not stalled and not (was_prefetched and found[first] is Presence.COLDER):
                 return None
             away = self._file is not None and self._file.is_away
-            reason = MissReason.DEADLINE if late else MissReason.UNAVAILABLE if away else MissReason.NO_ROOM
+            reason = MissReason.DEADLINE if timed_out else MissReason.UNAVAILABLE if away else MissReason.NO_ROOM
         behind = found[first + 1 :]
         absent = behind.count(Presence.ABSENT)
         reasons = Counter({MissReason.ABSENT: absent, MissReason.AFTER_MISS: len(behind) - absent})

@@ -3,7 +3,7 @@
 vLLM gives an offloading spec the name of the model and, of each group, its layers and the tokens of a block. What else
 determines a block's bytes, and the length of windows, is in `VllmConfig`, which workers have. Rank 0 publishes a
 `ModelIdentity` made of it (rendezvous.py), from which the scheduler makes the scope. If a later process could not tell
-stored blocks apart, `transient` says why and what to do about it. Files of weights are hashed in `weight_files`.
+stored blocks apart, `why_not_persistent` says why and what to do about it; `weight_files` hashes files of weights.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class ModelIdentity:
 
     Attributes:
         config: Digest of the configuration as it is in force: overrides, dtypes and quantisation included.
-        weights: Digest of all bytes of the files of its weights, a draft model's included; empty where `transient`.
+        weights: Digest of all bytes of the weight files, a draft model's included; empty if blocks are not persistent.
         groups: What vLLM says of each KV cache group.
         windows: How many tokens each group looks back: `None` for all, 1 for a state.
         hashing: How tokens become hashes.
-        transient: Why blocks cannot outlive the process; empty where they can.
+        why_not_persistent: Why no later process may load blocks of this one; empty if one may.
         base_is_mixed: Whether vLLM may compute tokens of the base model with an adapter.
     """
 
@@ -56,7 +56,7 @@ class ModelIdentity:
     groups: tuple[str, ...] = ()
     windows: tuple[int | None, ...] = ()
     hashing: str = ""
-    transient: str = ""
+    why_not_persistent: str = ""
     base_is_mixed: bool = False
 
     @classmethod
@@ -78,7 +78,7 @@ def nodes() -> int:
     return 1 if vllm is None else int(vllm.parallel_config.nnodes_within_dp)
 
 
-def are_together() -> bool:
+def ranks_share_memory() -> bool:
     """Whether the ranks of this replica share memory; Ray may have put them on several machines. All ask at once."""
     from vllm.distributed.parallel_state import (  # noqa: PLC0415 - only workers have groups
         get_tp_group,
@@ -89,7 +89,7 @@ def are_together() -> bool:
     return not model_parallel_is_initialized() or all(in_the_same_node_as(get_tp_group().cpu_group))
 
 
-def is_killed_at_once() -> bool:
+def has_no_shutdown_timeout() -> bool:
     """Whether vLLM kills its engine a few seconds after the request to stop, as far as this process knows."""
     vllm = vllm_config()
     return vllm is not None and vllm.shutdown_timeout == 0
@@ -102,32 +102,32 @@ def memo_directory(config: Config) -> Path | None:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longshore"
 
 
-def describe(groups: Sequence[Any], memo: Path | None) -> ModelIdentity:
+def model_identity(groups: Sequence[Any], memo: Path | None) -> ModelIdentity:
     """The model whose worker is being made in this process; `groups` are those of an `OffloadingConfig`.
 
     Its weights are hashed if there is a directory for the `memo` of digests; else there is nothing to be identified.
     """
     vllm = vllm_config()
     if vllm is None:
-        return ModelIdentity(windows=(None,) * len(groups), transient="vLLM has not told its configuration")
+        return ModelIdentity(windows=(None,) * len(groups), why_not_persistent="vLLM has not told its configuration")
     layers = [_layers(vllm, group.layer_names) for group in groups]
     drafts = getattr(vllm.speculative_config, "draft_model_config", None)
     models = [vllm.model_config, *([] if drafts is None else [drafts])]
     paths = [_path(model, vllm.load_config.download_dir) for model in models]
-    transient, weights = _transient(vllm, models, paths), ""
-    if memo is not None and not transient:
+    why_not_persistent, weights = _reason_not_persistent(vllm, models, paths), ""
+    if memo is not None and not why_not_persistent:
         try:
             found = [path for path in paths if path is not None]
             weights = weights_digest(found, _loading_began(vllm), memo / MEMO)
         except (EngineError, OSError) as error:
-            transient = f"weights cannot be told apart: {error}"
+            why_not_persistent = f"weights cannot be told apart: {error}"
     return ModelIdentity(
         config=settings_digest([_effective(model) for model in models], _fields(vllm.cache_config, _OF_CACHE)),
         weights=weights,
         groups=tuple(_group(group, each, vllm) for group, each in zip(groups, layers, strict=True)),
         windows=tuple(_window([layer.get_kv_cache_spec(vllm) for layer in each]) for each in layers),
         hashing=vllm.cache_config.prefix_caching_hash_algo,
-        transient=transient,
+        why_not_persistent=why_not_persistent,
         base_is_mixed=vllm.lora_config is not None and applies_to_base_model(),
     )
 
@@ -145,7 +145,7 @@ def applies_to_base_model() -> bool:
     return bool(output.any())
 
 
-def _transient(vllm: Any, models: Sequence[Any], paths: Sequence[Path | None]) -> str:
+def _reason_not_persistent(vllm: Any, models: Sequence[Any], paths: Sequence[Path | None]) -> str:
     """Why a later engine cannot use the blocks of this one; empty if it can."""
     load_format = vllm.load_config.load_format
     if load_format not in _FROM_FILES:
@@ -157,7 +157,7 @@ def _transient(vllm: Any, models: Sequence[Any], paths: Sequence[Path | None]) -
             return f"the weights of {model.model} lie in no directory of this machine; download them first"
     if getattr(vllm.cache_config, "calculate_kv_scales", False):
         return "scales of the KV cache are computed at run time; turn calculate_kv_scales off"
-    if vllm.lora_config is not None and not _tells_of_adapters(vllm):
+    if vllm.lora_config is not None and not _connector_names_adapters(vllm):
         return "vLLM's plain OffloadingConnector does not tell which adapter a request has; use LongshoreConnector"
     return ""
 
@@ -172,7 +172,7 @@ def _loading_began(vllm: Any) -> int:
     return max(process_began(), int(made[0]) if made is not None else 0)
 
 
-def _tells_of_adapters(vllm: Any) -> bool:
+def _connector_names_adapters(vllm: Any) -> bool:
     transfer = getattr(vllm, "kv_transfer_config", None)
     return getattr(transfer, "kv_connector_module_path", None) == "longshore.engines.vllm.connector"
 
@@ -225,16 +225,16 @@ def _path(model: Any, downloads: str | None) -> Path | None:
     return None
 
 
-_ALIKE_EVERYWHERE = ("sha256", "sha256_cbor")
+_UNSEEDED_HASHES = ("sha256", "sha256_cbor")
 """Hashes that begin alike in each process; others do only where PYTHONHASHSEED is set."""
 
 
-def why_transient(model: ModelIdentity) -> str:
+def reason_not_persistent(model: ModelIdentity) -> str:
     """Why no later process may be served what this one stores, and what to do about it; empty where it may."""
     hashing = model.hashing
-    if not model.transient and hashing not in _ALIKE_EVERYWHERE and _seed() is None:
+    if not model.why_not_persistent and hashing not in _UNSEEDED_HASHES and _seed() is None:
         return f"{hashing} begins differently in each process; set PYTHONHASHSEED, or choose sha256"
-    return model.transient
+    return model.why_not_persistent
 
 
 def scope_of(config: Any, model: ModelIdentity, layout: str, device: str, salt: str) -> Scope:

@@ -1,8 +1,8 @@
-"""Where the processes of one engine find their shared memory: a rank of its workers makes it, the others attach.
+"""How the processes of one engine find their shared memory: rank 0 of its workers allocates it, the others attach.
 
-    rank 0      make arena and tables ─► publish a note        (a small file that only this user can read)
-    ranks > 0                             read the note ─► attach
-    scheduler   (starts when all ranks are there)  ─► read the note ─► attach ─► remove the note
+    rank 0      allocate arena and tables ─► record_memory_info   (a small file that only this user can read)
+    ranks > 0                                wait_for_memory_info ─► attach
+    scheduler   (starts after all ranks)     wait_for_memory_info ─► attach ─► remove_memory_info
 
 The memory has no name: it is freed with the last process that maps it, also when all of them are killed.
 """
@@ -26,12 +26,12 @@ from longshore.runtime.rank_reports import RankReports
 from longshore.tiers.arena import Arena
 
 TIMEOUT = 300.0
-"""Seconds to wait for the rank that makes the memory: it touches every page of it."""
+"""Seconds to wait for rank 0, which allocates every page of the memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """The shared memory of one engine, as rank 0 publishes it.
+    """The memory info: what the processes of one engine need to attach to its shared memory.
 
     Attributes:
         arena: Where the arena is found, as a path.
@@ -61,7 +61,7 @@ class EngineMemory:
 
     @classmethod
     def read(cls, text: str) -> EngineMemory:
-        """Parse what `publish` wrote."""
+        """Parse what `record_memory_info` wrote."""
         fields = json.loads(text)
         sequences = {name: tuple(fields[name]) for name in ("image_bytes", "pools")}
         return cls(**{**fields, **sequences, "model": ModelIdentity.from_fields(fields["model"])})
@@ -72,29 +72,31 @@ class EngineMemory:
         return Slabs(self.slab_bytes, self.image_bytes, self.slabs)
 
 
-def rendezvous_path(engine: str) -> Path:
-    """Where the note of an engine lies. The directory belongs to this user alone, or `EngineError`."""
+def memory_info_path(engine: str) -> Path:
+    """The file with the memory info of an engine. Raises `EngineError` if others can write to its directory."""
     return user_directory() / f"{hashlib.sha256(engine.encode()).hexdigest()[:24]}.json"
 
 
-def publish(engine: str, note: EngineMemory) -> None:
-    """Publish the memory to the other processes of `engine`, atomically."""
-    path = rendezvous_path(engine)
+def record_memory_info(engine: str, memory: EngineMemory) -> None:
+    """Write the memory info for the other processes of `engine`, atomically."""
+    path = memory_info_path(engine)
     draft = path.with_suffix(f".{os.getpid()}")
     draft.unlink(missing_ok=True)
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        json.dump(asdict(note), file)
+        json.dump(asdict(memory), file)
     draft.replace(path)
 
 
-def find(engine: str, timeout: float = TIMEOUT, *, nap: Callable[[float], None] = time.sleep) -> EngineMemory:
-    """The note of `engine`, when it is there and what it names is. Raises `EngineError` after `timeout` seconds."""
-    path, deadline = rendezvous_path(engine), time.monotonic() + timeout
+def wait_for_memory_info(
+    engine: str, timeout: float = TIMEOUT, *, nap: Callable[[float], None] = time.sleep
+) -> EngineMemory:
+    """Wait until the memory info of `engine` has been written. Raises `EngineError` after `timeout` seconds."""
+    path, deadline = memory_info_path(engine), time.monotonic() + timeout
     while True:
         with contextlib.suppress(FileNotFoundError):
-            note = EngineMemory.read(path.read_text())
-            if Path(note.arena).exists():  # else it is left over from an engine that was killed
-                return note
+            memory = EngineMemory.read(path.read_text())
+            if Path(memory.arena).exists():  # else it is left over from an engine that was killed
+                return memory
         if time.monotonic() > deadline:
             raise EngineError(
                 f"no worker of engine {engine} has allocated the host memory within {timeout:.0f} seconds; see its log"
@@ -102,14 +104,14 @@ def find(engine: str, timeout: float = TIMEOUT, *, nap: Callable[[float], None] 
         nap(0.02)
 
 
-def withdraw(engine: str) -> None:
-    """Remove the note, after all processes have read it."""
-    rendezvous_path(engine).unlink(missing_ok=True)
+def remove_memory_info(engine: str) -> None:
+    """Remove the memory info, after all processes have read it."""
+    memory_info_path(engine).unlink(missing_ok=True)
 
 
-def attach(note: EngineMemory) -> tuple[Arena, RankReports]:
-    """Attach to the memory that a note names."""
-    slots = note.layout.indices
-    arena = Arena.attach(Path(note.arena), note.layout.nbytes)
-    reports = Arena.attach(Path(note.reports), RankReports.nbytes(slots, note.world))
-    return arena, RankReports(reports, slots, note.world, note.ranks)
+def attach(memory: EngineMemory) -> tuple[Arena, RankReports]:
+    """Attach to `memory`: the arena, and the table of the reports of the ranks."""
+    slots = memory.layout.indices
+    arena = Arena.attach(Path(memory.arena), memory.layout.nbytes)
+    reports = Arena.attach(Path(memory.reports), RankReports.nbytes(slots, memory.world))
+    return arena, RankReports(reports, slots, memory.world, memory.ranks)

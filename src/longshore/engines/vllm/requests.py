@@ -1,10 +1,16 @@
 """The manager's state of a request, the keys of its chunks, and the slots that workers have.
 
-    vLLM's key   hash of the last block of a chunk (16 or 32 bytes) ┊ number of the KV cache group (4 bytes)
-    our key      its last 32 bytes, padded with zeros at the end: the digest comes first, so that keys spread well
+    vLLM's key   `OffloadKey`: hash of the last block of a chunk (16 or 32 bytes) ┊ KV cache group (4 bytes)
+    cache key    `Key` of `TieredCache`: the last 32 bytes of vLLM's key, padded with zeros at the end
 
-Each group therefore has keys of its own. Our keys of a request with a LoRA adapter are SHA-256 of the adapter's digest
-and vLLM's key. The scope is stored in the records of tiers that outlive the process.
+Each group therefore has keys of its own. The cache keys of a request with a LoRA adapter are SHA-256 of the adapter's
+digest and vLLM's key. The scope is stored in the records of tiers that outlive the process.
+
+Three numbers name a copy between device and host memory:
+
+    vllm_job    of vLLM, for a whole load or store of one request
+    ticket      of the manager, for each part of it; it is the number of the transfer in each worker
+    cache_job   of `TieredCache`, for the slots of one KV cache group in a part
 """
 
 from __future__ import annotations
@@ -34,11 +40,11 @@ GROUP_BYTES = 4
 """Bytes of the group number at the end of vLLM's keys."""
 
 
-def ours(theirs: Iterable[bytes], adapter: bytes = b"") -> list[Key]:
-    """Our keys of chunks; `adapter` is the digest of the adapter that they were computed with, if there was one."""
+def cache_keys(vllm_keys: Iterable[bytes], adapter: bytes = b"") -> list[Key]:
+    """The cache keys of chunks; `adapter`: digest of the LoRA adapter that they were computed with, if any."""
     if adapter:
-        return [hashlib.sha256(adapter + key).digest() for key in theirs]
-    return [key[-_KEY_BYTES:] if len(key) >= _KEY_BYTES else key.ljust(_KEY_BYTES, b"\0") for key in theirs]
+        return [hashlib.sha256(adapter + key).digest() for key in vllm_keys]
+    return [key[-_KEY_BYTES:] if len(key) >= _KEY_BYTES else key.ljust(_KEY_BYTES, b"\0") for key in vllm_keys]
 
 
 _log = logging.getLogger(__name__)
@@ -89,26 +95,29 @@ class RequestPath:
     """Whole chunks of a request in one KV cache group, from the first one on, as far as vLLM has named them.
 
     Attributes:
-        theirs: vLLM's keys.
-        ours: Our keys of these.
+        vllm_keys: vLLM's keys.
+        cache_keys: The cache keys of these.
         read: How many of all keys that vLLM has named were read.
-        adapter: Digest of the adapter that `ours` are of.
+        adapter: Digest of the adapter that `cache_keys` are of.
     """
 
-    theirs: list[OffloadKey] = field(default_factory=list)
-    ours: list[Key] = field(default_factory=list)
+    vllm_keys: list[OffloadKey] = field(default_factory=list)
+    cache_keys: list[Key] = field(default_factory=list)
     read: int = 0
     adapter: bytes = b""
 
-    def extend(self, positions: dict[OffloadKey, int], of_group: bytes, tokens: int) -> None:
-        """Add the chunks that vLLM has named since: of `tokens` tokens each, with keys that end with `of_group`."""
+    def extend(self, ends: dict[OffloadKey, int], of_group: bytes, tokens: int) -> None:
+        """Add the chunks that vLLM has named since: of `tokens` tokens each, with keys that end with `of_group`.
+
+        `ends` are `end_tokens` of the request.
+        """
         fresh: list[OffloadKey] = []
-        for key, end in islice(positions.items(), self.read, None):
-            if end == (len(self.theirs) + len(fresh) + 1) * tokens and key.endswith(of_group):
+        for key, end in islice(ends.items(), self.read, None):
+            if end == (len(self.vllm_keys) + len(fresh) + 1) * tokens and key.endswith(of_group):
                 fresh.append(key)
-        self.theirs += fresh
-        self.ours += ours(fresh, self.adapter)
-        self.read = len(positions)
+        self.vllm_keys += fresh
+        self.cache_keys += cache_keys(fresh, self.adapter)
+        self.read = len(ends)
 
 
 @dataclass(slots=True)
@@ -127,14 +136,14 @@ class RequestState:
         waiting_since: When it began to wait.
         leases: On chunks that were prefetched for it, until they are loaded.
         leased: The chunks of these leases.
-        probes: Questions to stores about its chunks, once there are any.
-        fetches_end: Nothing more of it will be fetched from stores.
-        origins: The tier or store that a chunk was brought up from for it.
-        streams: Whether it was promised more than fits host memory, which is loaded in parts.
+        probes: Numbers of the probes of remote stores for its chunks, once there are any.
+        fetches_end: Whether nothing more is fetched for it from remote stores.
+        origins: The tier or remote store that a chunk was prefetched from for it.
+        loads_in_parts: Whether more was reported as a hit than fits host memory; it is loaded in parts.
         refused_since: Since when vLLM is asked to offer its chunks again.
         offered: The token up to which its chunks were offered.
-        stale: The same at the last reset, after which vLLM offers them again: of groups that slide, it may have given
-            the blocks of these chunks to others since.
+        offered_before_reset: The same at the last reset, after which vLLM offers them again: of sliding-window groups,
+            it may have given the blocks of these chunks to other requests since. -1 without a reset.
         windows: Of each group that slides, by our number, the chunks of its last window that were offered.
         load_failed: A load for it has failed; it gets no other, because that might fail again and again.
         is_finishing: Its next offer of chunks is the last one.
@@ -144,8 +153,8 @@ class RequestState:
         hints: Its `RequestHints`.
         tick: Its tick in the cache, from its first lookup or store on.
         source: The replica that it names as the source of its blocks.
-        asks_again: When that is asked again, as some of them were coming.
-        computes: Keys of its chunks that no tier had, if peers are told.
+        next_probe: When that is probed again, because it computes or stores some of them; 0 if not.
+        computed_keys: Cache keys of its chunks that no tier had, kept if peers are served.
         lora: vLLM's `LoRARequest`, if the connector has reported one.
         adapter: Digest of that adapter, once it is known.
     """
@@ -164,10 +173,10 @@ class RequestState:
     probes: tuple[int, ...] | None = None
     fetches_end: bool = False
     origins: dict[OffloadKey, str] = field(default_factory=dict)
-    streams: bool = False
+    loads_in_parts: bool = False
     refused_since: float | None = None
     offered: int = 0
-    stale: int = -1
+    offered_before_reset: int = -1
     windows: dict[int, list[OffloadKey]] = field(default_factory=dict)
     load_failed: bool = False
     is_finishing: bool = False
@@ -177,58 +186,58 @@ class RequestState:
     hints: RequestHints = field(default_factory=RequestHints)
     tick: int | None = None
     source: ClusterNode | None = None
-    asks_again: float = 0.0
-    computes: set[Key] = field(default_factory=set)
+    next_probe: float = 0.0
+    computed_keys: set[Key] = field(default_factory=set)
     lora: Any = None
     adapter: bytes = b""
 
-    def ours(self, theirs: Iterable[OffloadKey]) -> list[Key]:
-        """Our keys of its chunks."""
-        return ours(theirs, self.adapter)
+    def cache_keys(self, vllm_keys: Iterable[OffloadKey]) -> list[Key]:
+        """The cache keys of its chunks."""
+        return cache_keys(vllm_keys, self.adapter)
 
     def path_to(
         self, group: int, keys: Sequence[OffloadKey], context: ReqContext, tokens: int
     ) -> tuple[int, list[Key]]:
-        """Our keys of its path in `group` that ends with `keys`, and at which position these begin in it.
+        """The index at which `keys` begin in the path of the request in `group`, and the cache keys of that path.
 
-        Chunks have so many `tokens`. Of `keys` those that do not follow the one before them are left out; all are if
-        vLLM has not told what is before.
+        The path ends with `keys`. Each chunk has `tokens` tokens. Of `keys`, those that do not follow the one before
+        them are left out; all are if vLLM has not named the chunks before them.
         """
-        path, positions = self.paths.get(group), known_keys(context)
+        path, ends = self.paths.get(group), end_tokens(context)
         if path is None or path.adapter != self.adapter:
             path = self.paths[group] = RequestPath(adapter=self.adapter)
-        if path.read < len(positions):
-            path.extend(positions, keys[0][-GROUP_BYTES:], tokens)
-        begin = position(keys[0], context)
+        if path.read < len(ends):
+            path.extend(ends, keys[0][-GROUP_BYTES:], tokens)
+        begin = end_token(keys[0], context)
         first = max(0, -(-begin // tokens) - 1)
-        if first > len(path.theirs):
+        if first > len(path.vllm_keys):
             return 0, []
         if begin % tokens:  # the first tokens of a chunk
-            return first, [*path.ours[:first], *self.ours(keys[:1])]
-        alike = takewhile(bool, map(eq, keys, path.theirs[first : first + len(keys)]))
-        return first, path.ours[: first + len(list(alike))]
+            return first, [*path.cache_keys[:first], *self.cache_keys(keys[:1])]
+        alike = takewhile(bool, map(eq, keys, path.vllm_keys[first : first + len(keys)]))
+        return first, path.cache_keys[: first + len(list(alike))]
 
-    def seen(self, theirs: list[OffloadKey]) -> Residency | list[Key]:
-        """Where these chunks are, if this step's lookup covered them; else our keys of them."""
-        if self.residency is not None and theirs and theirs[0] in self.answers:
-            begin = self.asked_keys.index(theirs[0])
-            end = begin + len(theirs)
-            if self.asked_keys[begin:end] == theirs:
+    def looked_up(self, vllm_keys: list[OffloadKey]) -> Residency | list[Key]:
+        """Where these chunks are, if this step's lookup covered them; else their cache keys."""
+        if self.residency is not None and vllm_keys and vllm_keys[0] in self.answers:
+            begin = self.asked_keys.index(vllm_keys[0])
+            end = begin + len(vllm_keys)
+            if self.asked_keys[begin:end] == vllm_keys:
                 return self.residency.part(begin, end)
-            if all(map(self.answers.__contains__, theirs)):
-                at = {key: position for position, key in enumerate(self.asked_keys)}
-                return self.residency.pick([at[key] for key in theirs])
-        return self.ours(theirs)
+            if all(map(self.answers.__contains__, vllm_keys)):
+                at = {key: index for index, key in enumerate(self.asked_keys)}
+                return self.residency.pick([at[key] for key in vllm_keys])
+        return self.cache_keys(vllm_keys)
 
     def past_window(
         self, group: int, window: int | None, keys: list[OffloadKey], context: ReqContext
     ) -> tuple[Sequence[Key], list[OffloadKey]]:
         """Chunks that leave the last `window` of `group` when it slides on to `keys`; and the new window."""
         before = self.windows.get(group, [])
-        if window is None or (before and position(keys[0], context) <= position(before[-1], context)):
+        if window is None or (before and end_token(keys[0], context) <= end_token(before[-1], context)):
             return (), before  # offered once more, when the request ends
         path = before + keys
-        return self.ours(before[: max(0, len(path) - window)]), path[-window:]
+        return self.cache_keys(before[: max(0, len(path) - window)]), path[-window:]
 
     def may_wait(self, now: float, timeout: float) -> bool:
         """Whether its chunks may be offered again: for at most `timeout` seconds, and not after the last offer."""
@@ -246,10 +255,17 @@ class RequestState:
 
 @dataclass(slots=True)
 class Ticket:
-    """Slots that the workers fill, or read: the cache's `jobs`, with the slots of each. Its number is used once.
+    """Slots that the workers write or read for one part of a load or store.
 
-    `lora` and `adapter` are as in `RequestState`. One that is `void` is from before a reset: it publishes nothing.
-    `epoch`: how often weights had changed, and device memory had gone or come back, when it was made.
+    Attributes:
+        number: Used once.
+        since: When it was made.
+        epoch: How often weights had changed, and device memory had been freed or restored, when it was made.
+        lora: As in `RequestState`.
+        adapter: As in `RequestState`.
+        cache_jobs: Jobs of `TieredCache`, with the slots of each.
+        keys: vLLM's keys of the chunks, if it is a store.
+        void: Whether it is a store from before a reset, of which nothing is published.
     """
 
     number: int
@@ -257,14 +273,14 @@ class Ticket:
     epoch: tuple[int, int]
     lora: Any = None
     adapter: bytes = b""
-    jobs: list[tuple[int, Slots]] = field(default_factory=list)
+    cache_jobs: list[tuple[int, Slots]] = field(default_factory=list)
     keys: list[OffloadKey] = field(default_factory=list)
     void: bool = False
 
     @property
     def slots(self) -> list[int]:
-        """The slots of all jobs."""
-        return [slot for _, run in self.jobs for slot in run.indices]
+        """The slots of all cache jobs."""
+        return [index for _, slots in self.cache_jobs for index in slots.indices]
 
 
 @dataclass(slots=True)
@@ -290,87 +306,95 @@ class JobContext:
     image_bytes: Sequence[int]
     _numbers: Iterator[int] = field(default_factory=lambda: count(1))
 
-    def ticket(self) -> Ticket:
+    def new_ticket(self) -> Ticket:
         """A new ticket."""
         return Ticket(next(self._numbers), self.clock(), self.epoch())
 
-    def end(self, ticket: Ticket, cache: TieredCache, good: Sequence[bool] = ()) -> list[TransferResult]:
-        """Tell the cache that all jobs of `ticket` have ended, and in which slots well, in order; none stands for all.
+    def end(self, ticket: Ticket, cache: TieredCache, statuses: Sequence[Status] = ()) -> list[TransferResult]:
+        """Tell the cache that all cache jobs of `ticket` have ended, with the `statuses` of their slots, in order.
 
-        In none, if a rank has reported a load as failed: the device has not got its chunks, which stay in host memory.
-        Ranks refuse loads of before a change of weights or of device memory, which cancels these. Returns the results.
+        Without `statuses`, all slots are `OK`; or none is, if a rank has reported a load as failed: the device has not
+        got its chunks, which stay in host memory. Returns the results.
         """
-        if not good and self.reports.has_failed(ticket.number):
-            good = (False,) * len(ticket.slots)
-        is_outdated = ticket.epoch != (self.reports.weight_changes, self.reports.sleep_changes)
-        failure = Status.CANCELLED if is_outdated else Status.DEVICE_ERROR
-        now, said, results = self.clock(), iter(good), []
-        for job, run in ticket.jobs:
-            if all(good):
-                statuses = (OK,) * len(run.indices)
-            else:
-                statuses = tuple(OK if next(said) else failure for _ in run.indices)
-            nbytes = statuses.count(OK) * self.image_bytes[run.pool]
-            results.append(TransferResult(job, statuses, nbytes, (now - ticket.since) / len(ticket.jobs)))
+        number = ticket.number
+        if not statuses:
+            status = OK if not self.reports.load_has_failed(number) else self.failure(ticket)
+            if status is not OK and self.reports.load_has_internal_error(number):
+                status = Status.INTERNAL_ERROR
+            statuses = (status,) * len(ticket.slots)
+        now, left, results = self.clock(), iter(statuses), []
+        for cache_job, slots in ticket.cache_jobs:
+            mine = tuple(islice(left, len(slots.indices)))
+            nbytes = mine.count(OK) * self.image_bytes[slots.pool]
+            results.append(TransferResult(cache_job, mine, nbytes, (now - ticket.since) / len(ticket.cache_jobs)))
         cache.apply_results(results, now)
         return results
 
+    def failure(self, ticket: Ticket) -> Status:
+        """The status of slots of `ticket` that a rank has reported as failed, if that is no internal error.
+
+        Ranks refuse jobs that were ordered before weights changed or device memory was freed: these are cancelled.
+        """
+        is_outdated = ticket.epoch != (self.reports.weight_changes, self.reports.sleep_changes)
+        return Status.CANCELLED if is_outdated else Status.DEVICE_ERROR
+
 
 @dataclass(slots=True)
-class PathRest:
+class PendingChunks:
     """Chunks of a store in one KV cache group, some of which have no slots yet.
 
     Attributes:
-        path: Our keys from the first chunk of the prompt on.
-        positions: Those of the chunks in `path`, ascending.
-        theirs: vLLM's keys of the chunks.
-        done: How many of them have got slots, or need none.
+        path: Cache keys from the first chunk of the prompt on.
+        indices: Those of the chunks in `path`, ascending.
+        vllm_keys: vLLM's keys of the chunks.
+        placed: How many of them have got slots, or need none.
     """
 
     path: Sequence[Key]
-    positions: Sequence[int]
-    theirs: Sequence[OffloadKey]
-    done: int
+    indices: Sequence[int]
+    vllm_keys: Sequence[OffloadKey]
+    placed: int
 
     @property
     def left(self) -> int:
         """How many chunks have no slots."""
-        return len(self.positions) - self.done
+        return len(self.indices) - self.placed
 
 
 @dataclass(slots=True)
-class StoreUnderWay:
-    """What the workers store of one offer of `request`; vLLM reports it as one.
+class RequestStore:
+    """One store job of vLLM: the chunks of `request` that one call of `prepare_store` accepted.
 
     Attributes:
         since: When chunks of it got slots last.
-        number: That of its first part, by which workers know it.
-        lora: As in `RequestState`; so is `adapter`.
+        first_ticket: The ticket of its first part, by which workers know it.
+        lora: As in `RequestState`.
+        adapter: As in `RequestState`.
         keys: vLLM's keys of all its chunks.
         parts: Tickets of the parts that workers copy.
-        rest: The chunks of each KV cache group that has some without slots, by our number.
-        has_gaps: Whether some of these get no slots: another request has stored them meanwhile, or the cache does not.
+        pending: The chunks of each KV cache group that has some without slots, by our number.
+        has_gaps: Whether some of these get no slots: another request has stored them meanwhile, or the cache refuses.
     """
 
     request: RequestState
     since: float
-    number: int
+    first_ticket: int
     lora: Any = None
     adapter: bytes = b""
     keys: list[OffloadKey] = field(default_factory=list)
     parts: list[Ticket] = field(default_factory=list)
-    rest: dict[int, PathRest] = field(default_factory=dict)
+    pending: dict[int, PendingChunks] = field(default_factory=dict)
     has_gaps: bool = False
 
     @staticmethod
-    def reported(stores: dict[OffloadKey, list[StoreUnderWay]], keys: Iterable[OffloadKey]) -> list[StoreUnderWay]:
+    def reported(stores: dict[OffloadKey, list[RequestStore]], keys: Iterable[OffloadKey]) -> list[RequestStore]:
         """Those of the `stores`, by first key, whose keys vLLM reports as done, taken out of `stores`.
 
         Of those that share keys, one that has slots for all, and of these the oldest: vLLM does not say which it is.
         """
         left, done = set(keys), []
         candidates = [store for key in stores.keys() & left for store in stores[key]]
-        for store in sorted(candidates, key=lambda store: (bool(store.rest), store.number)):
+        for store in sorted(candidates, key=lambda store: (bool(store.pending), store.first_ticket)):
             first = store.keys[0]
             if first in left:
                 left.difference_update(store.keys)
@@ -414,19 +438,19 @@ def source_of(context: ReqContext, peers: PeerTier | None) -> ClusterNode | None
         return None
 
 
-def known_keys(context: ReqContext) -> dict[OffloadKey, int]:
-    """The chunks that vLLM has named, each with the number of tokens up to its end."""
+def end_tokens(context: ReqContext) -> dict[OffloadKey, int]:
+    """vLLM's keys of all chunks that it has named, in order, each with the number of prompt tokens up to its end."""
     return getattr(context, "_offload_key_positions", {})
 
 
-def position(key: OffloadKey, context: ReqContext) -> int:
-    """Tokens up to the end of a chunk."""
+def end_token(key: OffloadKey, context: ReqContext) -> int:
+    """The number of prompt tokens up to the end of the chunk `key`; 0 if vLLM has not named it."""
     return context.get_offload_key_position(key) or 0
 
 
-def has_more(keys: Sequence[OffloadKey], context: ReqContext) -> bool:
+def has_later_chunks(keys: Sequence[OffloadKey], context: ReqContext) -> bool:
     """Whether vLLM has named chunks after `keys` in their KV cache group."""
-    of_group = (key for key in reversed(known_keys(context)) if key[-GROUP_BYTES:] == keys[0][-GROUP_BYTES:])
+    of_group = (key for key in reversed(end_tokens(context)) if key[-GROUP_BYTES:] == keys[0][-GROUP_BYTES:])
     return bool(next(of_group, keys[-1]) != keys[-1])
 
 
@@ -435,6 +459,6 @@ def residency(cache: TieredCache, keys: Sequence[Key]) -> Residency:
     return cache.lookup({0: GroupKeys(keys)}, 0.0, protect=Protection.NONE, independent=True).residency[0]
 
 
-def knows(cache: TieredCache, key: Key) -> bool:
+def has_chunk(cache: TieredCache, key: Key) -> bool:
     """Whether a tier has `key`, or a copy of it is in flight."""
     return residency(cache, [key]).presences[0] is not Presence.ABSENT

@@ -16,23 +16,29 @@ from vllm.v1.kv_offload.base import OffloadingSpec
 
 from longshore.boundary import HOST, Key, Section, Slabs, Slot, by_size
 from longshore.cache import WritePolicy
-from longshore.engines.kv_transfer import read, refuse
+from longshore.engines.kv_transfer_config import check_parallelism, read_extra_config
 from longshore.engines.tensors import RowBlocks
 from longshore.engines.vllm import contract
 from longshore.engines.vllm.manager import LongshoreManager
 from longshore.engines.vllm.metrics import EVENTS_LIMIT, definitions
 from longshore.engines.vllm.model import (
-    are_together,
-    describe,
-    is_killed_at_once,
+    has_no_shutdown_timeout,
     memo_directory,
+    model_identity,
     nodes,
+    ranks_share_memory,
+    reason_not_persistent,
     scope_of,
     vllm_config,
-    why_transient,
 )
-from longshore.engines.vllm.rendezvous import EngineMemory, attach, find, publish, withdraw
-from longshore.engines.vllm.requests import ours
+from longshore.engines.vllm.rendezvous import (
+    EngineMemory,
+    attach,
+    record_memory_info,
+    remove_memory_info,
+    wait_for_memory_info,
+)
+from longshore.engines.vllm.requests import cache_keys
 from longshore.engines.vllm.tiers import SchedulerTiers, open_tiers, watch_sleeps
 from longshore.engines.vllm.worker import LongshoreWorker
 from longshore.errors import EngineError
@@ -80,20 +86,20 @@ def layout_of(caches: Any, config: Any) -> KVLayout:
 
 _log = logging.getLogger(__name__)
 
-_APART = (
+_SEVERAL_NODES = (
     "ranks on several nodes are not served, because ranks share host memory: run them on one machine, with one /dev/shm"
 )
-_PLAIN = (
+_PLAIN_CONNECTOR = (
     "vLLM's plain OffloadingConnector cannot report failed loads: a load that fails twice will stop the engine. With "
     "LongshoreConnector its request is recomputed: `longshore vllm-config` prints the configuration."
 )
 
-_KILLED = (
+_NO_SHUTDOWN_TIMEOUT = (
     "vLLM kills its engine a few seconds after it is told to stop, and blocks that only host memory has are lost: give "
     "it time to write them to files (--shutdown-timeout 120), or set backup: write_through."
 )
 
-_MIXED = (
+_MIXED_ADAPTERS = (
     "this vLLM computes base-model requests on the CPU with the last LoRA adapter when they share a step with requests "
     "of an adapter (vLLM 0.33 has it right): blocks of the base model are not stored"
 )
@@ -106,13 +112,13 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
         """`config` is vLLM's `OffloadingConfig`. Raises `ConfigError`, `ContractError` or `EngineError`."""
         contract.check()
         super().__init__(config)
-        refuse(config.parallel, nodes())
+        check_parallelism(config.parallel, nodes())
         self.reports_failures = False
         """Whether the connector reports failed loads to vLLM; `LongshoreConnector` does."""
         self.offload_prompt_only = bool(self.extra_config.get("offload_prompt_only", False))
         self.replicated_layout = config.replicated_layout
         parallel = config.parallel
-        self.settings = read(
+        self.settings = read_extra_config(
             self.extra_config,
             config.cache.blocks_per_chunk,
             parallel.data_parallel_index,
@@ -122,37 +128,43 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
     def get_manager(self) -> LongshoreManager:
         """The scheduler's side. The workers have allocated the memory by now."""
         watch_sleeps()
-        note = find(self.config.engine_id)
+        memory = wait_for_memory_info(self.config.engine_id)
         scope = None
         if self.settings.file_path is not None or self.settings.shares:
-            reason = why_transient(note.model)
+            reason = reason_not_persistent(memory.model)
             if reason:
                 if self.settings.file_path is not None:
                     _log.error("file tier disabled: %s", reason)
                 if self.settings.shares:
                     _log.error("remote tiers disabled: %s", reason)
             else:
-                scope = scope_of(self.config, note.model, note.fingerprint, note.device, self.settings.salt)
-        if note.model.base_is_mixed:
-            _log.error(_MIXED)
-        announces = self.kv_events_config.enable_kv_cache_events
-        if self.settings.kv_events_remote and not announces:
+                scope = scope_of(self.config, memory.model, memory.fingerprint, memory.device, self.settings.salt)
+        if memory.model.base_is_mixed:
+            _log.error(_MIXED_ADAPTERS)
+        publishes_events = self.kv_events_config.enable_kv_cache_events
+        if self.settings.kv_events_remote and not publishes_events:
             _log.warning("kv_events_remote has no effect: vLLM publishes no KV events (--kv-events-config)")
         try:
-            tiers = open_tiers(self.settings, note, scope, self.config.groups, events=EVENTS_LIMIT if announces else 0)
+            tiers = open_tiers(
+                self.settings, memory, scope, self.config.groups, events=EVENTS_LIMIT if publishes_events else 0
+            )
         finally:
-            withdraw(self.config.engine_id)
+            remove_memory_info(self.config.engine_id)
         numbers = [group.group_id for group in self.config.groups]
         manager = LongshoreManager(
-            tiers, numbers, self.settings.load_timeout, announces=announces, hints=self.settings.request_hints
+            tiers,
+            numbers,
+            self.settings.load_timeout,
+            publishes_events=publishes_events,
+            hints=self.settings.request_hints,
         )
         try:
             if self.settings.control:
-                serve_commands(manager, tiers, self.config, self.settings.control, note.model.hashing)
+                serve_commands(manager, tiers, self.config, self.settings.control, memory.model.hashing)
             if self.settings.serve and (peers := tiers.peers) is not None:
                 from longshore.runtime.peer_server import PeerServer, TierSource  # noqa: PLC0415 - only for who serves
 
-                host = HostSlabs(tiers.arena, note.layout)
+                host = HostSlabs(tiers.arena, memory.layout)
                 source = TierSource(tiers.runtime, host, lambda: peers.namespace, manager.is_coming)
                 manager.peer_server = PeerServer(self.settings.serve, source)
         except BaseException:
@@ -168,29 +180,29 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
     def get_worker(self, kv_caches: Any) -> LongshoreWorker:
         """A rank's side. Rank 0 allocates the memory, and publishes it after its self-test."""
         parallel = self.config.parallel
-        if parallel.world_size > 1 and not are_together():  # before whatever may fail on one rank alone: all ask
-            raise EngineError(_APART)
+        if parallel.world_size > 1 and not ranks_share_memory():  # before whatever may fail on one rank alone: all ask
+            raise EngineError(_SEVERAL_NODES)
         layout = layout_of(kv_caches, self.config)
         _log.info("KV cache layout: %s", layout)
         with contextlib.ExitStack() as undo:
             if parallel.rank == 0:
-                arena, reports, note = self._make_memory(layout)
+                arena, reports, memory = self._make_memory(layout)
             else:
-                note = find(self.config.engine_id)
-                arena, reports = attach(note)
+                memory = wait_for_memory_info(self.config.engine_id)
+                arena, reports = attach(memory)
                 registrar = registrar_for(layout.device)
                 if registrar is not None:
-                    arena.register(registrar, note.slab_bytes)
+                    arena.register(registrar, memory.slab_bytes)
             undo.callback(arena.close)
             undo.callback(reports.close)
             device = device_for(layout, self.settings.calibration)
             device.set_registered_memory(arena.in_one_piece)
-            engine = TransferEngine(layout, device, HostSlabs(arena, note.layout))
+            engine = TransferEngine(layout, device, HostSlabs(arena, memory.layout))
             undo.callback(engine.close)
             has_part = parallel.rank < layout.ranks
-            self._test(engine, kv_caches, layout, note, slab=0 if has_part else parallel.rank)
+            self._test(engine, kv_caches, layout, memory, slab=0 if has_part else parallel.rank)
             if parallel.rank == 0:
-                publish(self.config.engine_id, note)
+                record_memory_info(self.config.engine_id, memory)
             undo.pop_all()
         per_chunk = self.config.cache.blocks_per_chunk
         worker = LongshoreWorker(
@@ -204,20 +216,24 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
     def _warn(self) -> None:
         """Log what the configuration may cost."""
         if not self.reports_failures:
-            _log.warning(_PLAIN)
-        if self.settings.file_path is not None and self.settings.backup is WritePolicy.BACK and is_killed_at_once():
-            _log.warning(_KILLED)
+            _log.warning(_PLAIN_CONNECTOR)
+        if (
+            self.settings.file_path is not None
+            and self.settings.backup is WritePolicy.BACK
+            and has_no_shutdown_timeout()
+        ):
+            _log.warning(_NO_SHUTDOWN_TIMEOUT)
 
-    def _test(self, engine: TransferEngine, caches: Any, layout: KVLayout, note: EngineMemory, *, slab: int) -> None:
+    def _test(self, engine: TransferEngine, caches: Any, layout: KVLayout, memory: EngineMemory, *, slab: int) -> None:
         """Copies a chunk of each group to host memory and back. No request has begun: no block is in use, and no slot.
 
         Ranks that have no part of the images try it each in a slab of their own, as far as there are as many.
         """
-        if slab >= note.slabs:
+        if slab >= memory.slabs:
             return
-        for group, pool in enumerate(note.pools):
+        for group, pool in enumerate(memory.pools):
             blocks = tuple(range(min(layout.groups[group].blocks_per_chunk, layout.num_blocks)))
-            slot = Slot(HOST, pool, note.layout.slots_of(slab, pool)[0])
+            slot = Slot(HOST, pool, memory.layout.slots_of(slab, pool)[0])
             refs = caches.group_data_refs[group]
             rows = (caches.tensors[ref.tensor_idx].tensor[:, : ref.page_size_bytes] for ref in refs)
             copy_test(engine, RowBlocks(*rows), Section(group, 0, blocks), slot)
@@ -230,7 +246,7 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
         slabs = Slabs.within(self.settings.host_size, sizes)
         arena = open_arena(self.settings, slabs.slabs, slabs.slab_bytes, registrar_for(layout.device))
         reports = RankReports.make(slabs.indices, self.config.parallel.world_size, layout.ranks)
-        note = EngineMemory(
+        memory = EngineMemory(
             arena=str(arena.path),
             reports=str(reports.memory.path),
             slab_bytes=slabs.slab_bytes,
@@ -241,9 +257,9 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
             world=self.config.parallel.world_size,
             fingerprint=layout.fingerprint,
             device=layout.device,
-            model=describe(self.config.groups, memo_directory(self.settings)),
+            model=model_identity(self.config.groups, memo_directory(self.settings)),
         )
-        return arena, reports, note
+        return arena, reports, memory
 
 
 def serve_commands(manager: LongshoreManager, tiers: SchedulerTiers, config: Any, name: str, hashing: str) -> None:
@@ -251,7 +267,7 @@ def serve_commands(manager: LongshoreManager, tiers: SchedulerTiers, config: Any
 
     `config` is vLLM's `OffloadingConfig`, `hashing` the name of its hash of blocks. Raises `EngineError`.
     """
-    metrics = LongshoreCollector(tiers.runtime, file=tiers.file, stores=tiers.stores)
+    metrics = LongshoreCollector(tiers.runtime, file=tiers.file, stores=tiers.remote_stores)
     with tiers.runtime.locked() as cache:
         kinds = [cache.settings.group(number) for number in range(len(config.groups))]
     groups = [ControlledGroup(tiers.runtime, size, kind.window, number) for number, (kind, size) in enumerate(kinds)]
@@ -261,7 +277,7 @@ def serve_commands(manager: LongshoreManager, tiers: SchedulerTiers, config: Any
 
 
 def keys_of(config: Any, hashing: str) -> Callable[[Sequence[int]], list[list[Key]]]:
-    """Our keys of prompts in each KV cache group, as vLLM makes them here without adapter, `cache_salt` or images.
+    """The cache keys of prompts in each KV cache group, of requests without adapter, `cache_salt` or images.
 
     Raises `ContractError` if vLLM has no such function.
     """
@@ -274,13 +290,13 @@ def keys_of(config: Any, hashing: str) -> Callable[[Sequence[int]], list[list[Ke
     function, per_hash = hashes.get_hash_fn_by_name(hashing), config.cache.tokens_per_hash
 
     def keys(tokens: Sequence[int]) -> list[list[Key]]:
-        theirs: dict[int, list[Any]] = {group.group_id: [] for group in config.groups}
+        vllm_keys: dict[int, list[Any]] = {group.group_id: [] for group in config.groups}
         parent = None
         for end in range(per_hash, len(tokens) + 1, per_hash):
             parent = kv_cache_utils.hash_block_tokens(function, parent, tokens[end - per_hash : end], None)
             for group in config.groups:
                 if end % (group.tokens_per_block * config.cache.blocks_per_chunk) == 0:
-                    theirs[group.group_id].append(make_offload_key(parent, group.group_id))
-        return [ours(each) for each in theirs.values()]
+                    vllm_keys[group.group_id].append(make_offload_key(parent, group.group_id))
+        return [cache_keys(each) for each in vllm_keys.values()]
 
     return keys

@@ -4,10 +4,10 @@ TieredCache ── Runtime ─┬ TierMover ──── HostedFileTier ══ t
                         ├ KeyedMover ─ HostedRemoteTier ═════ tier host, with connections to a store that replicas share
                         └ HostSlabs over the shared arena                      (device <-> host is the workers' work)
 
-EngineCore.sleep ─► pauses, perhaps for long ─► resets caches, the connector's too ─► the workers' device memory goes
+EngineCore.sleep ─► waits for requests ─► resets caches, the connector's too ─► the workers free device memory
 
 vLLM does not tell a connector why it is reset. So `EngineCore` is wrapped: at level 1 weights are kept, and so are the
-tiers; at level 2 neither is. Host memory that is not kept is given back while the engine sleeps.
+tiers; at level 2 neither is. Host memory that is not kept is freed while the engine sleeps.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from longshore.runtime.peer_server import PeerServer
     from longshore.tiers.remote.peers import PeerTier
 
-_level: ContextVar[int] = ContextVar("level", default=0)
+_sleep_level: ContextVar[int] = ContextVar("level", default=0)
 """Level of the sleep whose reset is in progress; 0 in any other reset."""
 
 Watched = Callable[..., Any]
@@ -60,12 +60,12 @@ def watch_sleeps() -> None:
     contract.check_has(EngineCore, "sleep", "release_kv_cache_memory", "_reset_caches")
     if not hasattr(EngineCore, "longshore_sleeps"):
         EngineCore.longshore_sleeps = ()
-        EngineCore.sleep = _begins_sleep(EngineCore.sleep)
-        EngineCore.release_kv_cache_memory = _begins_sleep(EngineCore.release_kv_cache_memory)
-        EngineCore._reset_caches = _resets(EngineCore._reset_caches)
+        EngineCore.sleep = _mark_sleep(EngineCore.sleep)
+        EngineCore.release_kv_cache_memory = _mark_sleep(EngineCore.release_kv_cache_memory)
+        EngineCore._reset_caches = _mark_reset(EngineCore._reset_caches)
 
 
-def _begins_sleep(method: Watched) -> Watched:
+def _mark_sleep(method: Watched) -> Watched:
     """A method that marks resets of the engine as those of a sleep until its future is done."""
     signature = inspect.signature(method)
 
@@ -95,14 +95,14 @@ def _begins_sleep(method: Watched) -> Watched:
     return sleep
 
 
-def _resets(method: Watched) -> Watched:
+def _mark_reset(method: Watched) -> Watched:
     @functools.wraps(method)
     def reset(engine: Any, *arguments: Any, **named: Any) -> Any:
-        before = _level.set(max(engine.longshore_sleeps, default=0))
+        before = _sleep_level.set(max(engine.longshore_sleeps, default=0))
         try:
             return method(engine, *arguments, **named)
         finally:
-            _level.reset(before)
+            _sleep_level.reset(before)
 
     return reset
 
@@ -121,7 +121,7 @@ class SleepControl:
 
     def kept(self) -> tuple[str, ...]:
         """The tiers that the current reset keeps; the file tier with all blocks that are to be written to it."""
-        level = _level.get()
+        level = _sleep_level.get()
         kept = self._config.reset_keep if not level else self._config.sleep_keep if level == 1 else Kept.NONE
         with self._runtime.locked() as cache:
             keep = tuple(tier.name for tier in cache.stats() if tier.name in kept.tiers)
@@ -140,7 +140,7 @@ class SleepControl:
         Until it is back the host tier has no slots: nothing is found, and nothing stored. It stays if it is not `idle`,
         as workers, or the tier host, use some of it. Clients of `peers` that read some of it are dropped.
         """
-        if not _level.get() or self._config.sleep_keep is Kept.ALL:
+        if not _sleep_level.get() or self._config.sleep_keep is Kept.ALL:
             return
         if peers is not None:
             peers.drop_clients()
@@ -175,12 +175,12 @@ class SchedulerTiers:
     Attributes:
         file: The file tier, if there is one.
         base_is_mixed: Whether vLLM may have computed blocks of the base model with an adapter.
-        stores: The stores that replicas share.
+        remote_stores: The stores that replicas share.
         is_off: Whether there is no file tier because its directory could not be opened.
         windows: How many chunks the window of each group has; `None` for those that never slide.
         sleeps: What resets keep.
         write_timeout: Seconds for which a store waits for slots.
-        peers: The other replicas, which are the last of the stores.
+        peers: The other replicas, the last of `remote_stores`.
     """
 
     runtime: Runtime
@@ -192,7 +192,7 @@ class SchedulerTiers:
     sleeps: SleepControl
     base_is_mixed: bool = False
     is_off: bool = False
-    stores: tuple[HostedRemoteTier | PeerTier, ...] = ()
+    remote_stores: tuple[HostedRemoteTier | PeerTier, ...] = ()
     write_timeout: float = 60.0
     peers: PeerTier | None = None
 
@@ -205,45 +205,45 @@ class SchedulerTiers:
 
 
 def open_tiers(
-    config: Config, note: EngineMemory, scope: Scope | None, groups: Any, *, events: int = 0
+    config: Config, memory: EngineMemory, scope: Scope | None, groups: Any, *, events: int = 0
 ) -> SchedulerTiers:
-    """The tiers of `config` in the memory that `note` describes; without a `scope` there are neither files nor stores.
+    """The tiers of `config` in `memory`; without a `scope` there are neither files nor remote stores.
 
     If its directory cannot be opened, there is no file tier either, and the log has the reason. The cache keeps at
     most `events` events until they are read. Raises `TierError` if `file_size` has no room for one image, or a
     certificate of a store cannot be used.
     """
     with contextlib.ExitStack() as undo:
-        arena, reports = attach(note)
+        arena, reports = attach(memory)
         undo.callback(arena.close)
         undo.callback(reports.close)
-        host = HostSlabs(arena, note.layout)
+        host = HostSlabs(arena, memory.layout)
         file: HostedFileTier | None = None
         if config.file_path is not None and scope is not None:
-            slabs_within(config.file_size, note.image_bytes)
-            file = _open_file_tier(config, config.file_path, note, arena, scope)
+            slabs_within(config.file_size, memory.image_bytes)
+            file = _open_file_tier(config, config.file_path, memory, arena, scope)
             if file is not None:
                 undo.callback(file.close)
-        stores = tuple(_open_stores(config, note, arena, scope, file, undo))
-        cache = make_cache(config, note, file, groups, events, stores=[store.name for store in stores])
+        stores = tuple(_open_stores(config, memory, arena, scope, file, undo))
+        cache = make_cache(config, memory, file, groups, events, stores=[store.name for store in stores])
         movers = [] if file is None else [TierMover(file, host)]
         probers = [KeyedMover(store, host) for store in stores]
         sizes = [group.tokens_per_block * config.blocks_per_chunk for group in groups]
-        chunk = sizes[0], sum(note.image_bytes[pool] for pool in note.pools)  # of all groups
+        chunk = sizes[0], sum(memory.image_bytes[pool] for pool in memory.pools)  # of all groups
         runtime = make_runtime(config, cache, file, movers, probers, chunk)
         loop = BackgroundLoop(runtime)
         undo.pop_all()
-    windows = tuple(window and -(-window // size) for window, size in zip(note.model.windows, sizes, strict=True))
+    windows = tuple(window and -(-window // size) for window, size in zip(memory.model.windows, sizes, strict=True))
     is_off = scope is not None and config.file_path is not None and file is None
-    sleeps = SleepControl(runtime, reports, note.slabs, config)
+    sleeps = SleepControl(runtime, reports, memory.slabs, config)
     peers: Any = next((store for store in stores if store.name == PEERS), None)
-    more = (note.model.base_is_mixed, is_off, stores, config.write_timeout, peers)
+    more = (memory.model.base_is_mixed, is_off, stores, config.write_timeout, peers)
     return SchedulerTiers(runtime, reports, arena, loop, file, windows, sleeps, *more)
 
 
 def _open_stores(
     config: Config,
-    note: EngineMemory,
+    memory: EngineMemory,
     arena: Arena,
     scope: Scope | None,
     file: Tier | None,
@@ -256,7 +256,7 @@ def _open_stores(
         store = HostedRemoteTier(
             url,
             name=name,
-            image_bytes=note.image_bytes,
+            image_bytes=memory.image_bytes,
             arena=arena,
             namespace=scope.digest,
             generation=0 if file is None else file.generation,
@@ -268,12 +268,12 @@ def _open_stores(
     if config.serve or config.peer_networks:
         from longshore.tiers.remote.peers import PeerTier  # noqa: PLC0415 - only an engine with peers has it
 
-        if len(note.pools) > 1:
+        if len(memory.pools) > 1:
             raise ConfigError("serve and peer_networks are for models with one KV cache group: remove them")
         peers = PeerTier(
             parse_url(config.peer_url),
             config.peer_networks,
-            image_bytes=note.image_bytes,
+            image_bytes=memory.image_bytes,
             arena=arena,
             namespace=scope.digest,
             generation=0 if file is None else file.generation,
@@ -284,14 +284,14 @@ def _open_stores(
 
 
 def _open_file_tier(
-    config: Config, path: Path, note: EngineMemory, arena: Arena, scope: Scope
+    config: Config, path: Path, memory: EngineMemory, arena: Arena, scope: Scope
 ) -> HostedFileTier | None:
     """The file tier; nothing where `path` cannot be used as one, which the log says: the engine serves without."""
     try:
         return HostedFileTier(
             path,
             capacity=config.file_size,
-            image_bytes=note.image_bytes,
+            image_bytes=memory.image_bytes,
             arena=arena,
             scope=scope.digest,
             threads=config.file_threads,
@@ -310,27 +310,27 @@ def _open_file_tier(
 
 def make_cache(
     config: Config,
-    note: EngineMemory,
+    memory: EngineMemory,
     file: Tier | None,
     groups: Any,
     events: int,
     policy: type[EvictionPolicy] | None = None,
     stores: Sequence[str] = (),
 ) -> TieredCache:
-    """The control plane over host memory as in `note`, over `file`, and beside `stores`; `groups` are vLLM's.
+    """The control plane over host memory as in `memory`, over `file`, and beside `stores`; `groups` are vLLM's.
 
     Its tiers have the eviction policy of `config`, or `policy`.
     """
-    windows = zip(groups, note.model.windows, strict=True)
+    windows = zip(groups, memory.model.windows, strict=True)
     return make_tiered_cache(
         config,
-        note.layout,
+        memory.layout,
         file,
         remote=stores,
         policy=policy,
         events=events,
         max_writes=config.max_writes if "max_writes" in config.model_fields_set else _MAX_WRITES,
         groups=tuple(CacheGroup(block_size=group.tokens_per_block, window=window) for group, window in windows),
-        pools=note.pools,
+        pools=memory.pools,
         stores_wait=True,
     )

@@ -1,8 +1,8 @@
 """`LongshoreWorker`: one rank. It copies between the engine's blocks and the shared arena, and reports completed jobs.
 
-    submit_store  ─► TransferEngine ─► bytes in place ─► report (job, done or failed) ─► get_finished
-    submit_load   ─► TransferEngine ─► bytes in place ─► report the load            ─► get_finished
-    go_on         ─► the next part of a job, in a later step  ─► report the part     ─► get_finished, after the last
+    submit_store  ─► TransferEngine ─► bytes in place ─► report (ticket, done or failed) ─► get_finished
+    submit_load   ─► TransferEngine ─► bytes in place ─► report the load               ─► get_finished
+    submit_parts  ─► the next part of a job, in a later step  ─► report the part       ─► get_finished, after the last
 
 vLLM asserts that every job succeeds. A failed store is therefore reported in shared memory (`RankReports`): the manager
 publishes nothing that not all ranks have reported as done. A load that fails is tried once more; then its request is
@@ -37,16 +37,18 @@ from longshore.boundary import (
     Urgency,
     addresses,
 )
-from longshore.engines.vllm.changes import AdapterWatch, WeightWatch, report_adapter
 from longshore.engines.vllm.rendezvous import TIMEOUT
-from longshore.errors import EngineError, LongshoreError, TierError, log_seldom
-from longshore.runtime.rank_reports import RankReports
+from longshore.engines.vllm.weight_changes import AdapterWatch, WeightWatch, report_adapter
+from longshore.errors import EngineError, TierError, log_seldom
+from longshore.runtime.error_handler import refusal_status
+from longshore.runtime.rank_reports import FAILED, INTERNAL_ERROR, RankReports
 from longshore.runtime.stack import take_back
 from longshore.tiers.arena import Arena
 from longshore.transfer.engine import TransferEngine
 
 _log = logging.getLogger(__name__)
-_LOAD_TIMEOUT = 60.0
+_DRAIN_TIMEOUT = 60.0
+"""Seconds to wait for copies in flight before device memory is freed, or the worker ends."""
 
 
 @dataclass(frozen=True)
@@ -54,66 +56,78 @@ class SlotsSpec(LoadStoreSpec):  # type: ignore[misc]
     """Where the chunks of one job lie in the arena.
 
     Attributes:
-        job: The manager's ticket, a number that no other ever has.
-        runs: The slots of each KV cache group, in order.
+        ticket: The number of the manager's `Ticket`; used for no other job or part.
+        group_slots: The slots of each KV cache group, in order.
         epoch: How often weights had changed, and device memory had gone or come back, when the manager gave the ticket.
-        begins: For a part of a job: how many chunks of each group other parts have had before.
-        left: For the first part of a job: how many chunks of each group later parts have; empty if there are none.
+        chunks_before: For a part of a job: how many chunks of each group earlier parts have.
+        chunks_after: For the first part of a job: how many chunks of each group later parts have; empty without any.
     """
 
-    job: int
-    runs: tuple[Slots, ...]
+    ticket: int
+    group_slots: tuple[Slots, ...]
     epoch: tuple[int, int] = (0, 0)
-    begins: tuple[int, ...] = ()
-    left: tuple[int, ...] = ()
+    chunks_before: tuple[int, ...] = ()
+    chunks_after: tuple[int, ...] = ()
 
     @property
     def counts(self) -> tuple[int, ...]:
         """Chunks of each group."""
-        return tuple(len(run.indices) for run in self.runs)
+        return tuple(len(slots.indices) for slots in self.group_slots)
 
     @property
     def indices(self) -> list[int]:
         """Slots of all groups."""
-        return [index for run in self.runs for index in run.indices]
+        return [index for slots in self.group_slots for index in slots.indices]
 
 
 class JobPart(NamedTuple):
-    """The next part of the job whose first ticket is `job`.
+    """The next part of the job whose first part has the ticket `first_ticket`.
 
-    Without `slots` no other part comes, and the job has failed if it is a load.
+    Without a `spec` the job has no further parts, and has failed if it is a load.
     """
 
-    job: int
-    slots: SlotsSpec | None
+    first_ticket: int
+    spec: SlotsSpec | None
     is_store: bool = False
 
 
 @dataclass(slots=True)
-class _JobUnderWay:
-    """A job of vLLM's, by our number and its own: chunks that are not in place yet, and parts being copied.
+class _JobInFlight:
+    """A job of vLLM's that has not ended.
 
-    `over`: parts that come later are refused; so are those of another `epoch`, as blocks may have been lost since.
+    Attributes:
+        first_ticket: The ticket of its first part, by which later parts name it.
+        vllm_job: vLLM's number of it.
+        epoch: That of its first part. Parts of another epoch are refused: blocks may have been lost since.
+        blocks: The device blocks of all its parts.
+        chunks_left: How many chunks have not been copied, or failed.
+        in_flight: Tickets of the parts that are being copied.
+        refuses_parts: Whether parts that come later are refused; if it is a load, it has failed.
+        bytes: Bytes that were copied.
+        seconds: Seconds that the copies took.
     """
 
-    number: int
-    theirs: int
+    first_ticket: int
+    vllm_job: int
     epoch: tuple[int, int]
     blocks: GPULoadStoreSpec
-    left: int
+    chunks_left: int
     is_store: bool
-    copying: set[int] = field(default_factory=set)
-    over: bool = False
+    in_flight: set[int] = field(default_factory=set)
+    refuses_parts: bool = False
     bytes: int = 0
     seconds: float = 0.0
 
 
 @dataclass(slots=True)
-class _PartUnderWay:
-    whole: _JobUnderWay
+class _PartInFlight:
+    """A part of `job`. `failure`: what is reported of slots that are not copied: `FAILED` or `INTERNAL_ERROR`."""
+
+    job: _JobInFlight
     spec: SlotsSpec
     transfer: Transfer | None = None
     retried: bool = False
+    failure: int = FAILED
 
 
 class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
@@ -138,72 +152,74 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         self.arena = arena
         self.reports = reports
         self.failed: set[int] = set()
-        """vLLM's numbers of the loads that failed, if somebody asks for them."""
+        """vLLM's numbers of the loads that failed, until `take_failed` returns them."""
         self.reports_failures = False
         self._rank = rank
         self._has_part = has_part
-        self._per_chunk = blocks_per_chunk
-        self._jobs: dict[int, _PartUnderWay] = {}
+        self._blocks_per_chunk = blocks_per_chunk
+        self._parts: dict[int, _PartInFlight] = {}
         """Parts that are being copied, by ticket."""
-        self._under_way: dict[int, _JobUnderWay] = {}
+        self._jobs: dict[int, _JobInFlight] = {}
         """Jobs that have not ended, by the ticket of their first part."""
-        self._done: list[VllmResult] = []
+        self._finished: list[VllmResult] = []
         self._asleep = False
-        self._changes = WeightWatch(vllm, partial(reports.weights_changed, rank), self)
-        self._adapters = AdapterWatch(vllm, self._loaded_adapter)
+        self._weight_watch = WeightWatch(vllm, partial(reports.weights_changed, rank), self)
+        self._adapter_watch = AdapterWatch(vllm, self._adapter_loaded)
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         """Begin to copy blocks into the arena. Always true: what cannot be copied is reported as failed."""
         if not self._has_part:
-            self._done.append(VllmResult(job_id, True, 0, 0.0))
+            self._finished.append(VllmResult(job_id, True, 0, 0.0))
             return True
-        self._start(job_id, src_spec, dst_spec, is_store=True)
+        self._begin_job(job_id, src_spec, dst_spec, is_store=True)
         return True
 
     def submit_load(
         self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
         """Begin to copy blocks out of the arena. Always true."""
-        self._start(job_id, dst_spec, src_spec, is_store=False)
+        self._begin_job(job_id, dst_spec, src_spec, is_store=False)
         return True
 
-    def go_on(self, parts: Iterable[JobPart]) -> None:
+    def submit_parts(self, parts: Iterable[JobPart]) -> None:
         """Begin the next parts of jobs, or end them; parts of jobs that have ended are reported as failed."""
-        for number, spec, is_store in parts:
-            job = self._under_way.get(number)
+        for first_ticket, spec, is_store in parts:
+            job = self._jobs.get(first_ticket)
             if spec is None:
                 if job is not None:
-                    job.over = True
-                    self._end_if_over(job)
-            elif job is None or job.over or job.epoch != spec.epoch:
+                    job.refuses_parts = True
+                    self._end_job_if_done(job)
+            elif job is None or job.refuses_parts or job.epoch != spec.epoch:
                 self._report_failure(spec, is_store=is_store)
-                if job is not None and not job.over:
-                    job.over = True
-                    self._end_if_over(job)
+                if job is not None and not job.refuses_parts:
+                    job.refuses_parts = True
+                    self._end_job_if_done(job)
             else:
-                self._begin(job, spec)
+                self._begin_part(job, spec)
 
     def get_finished(self) -> list[VllmResult]:
         """Jobs that have ended since the last call."""
         self._poll()
-        done, self._done = self._done, []
+        done, self._finished = self._finished, []
         return done
 
     def _poll(self) -> None:
         for result in self.engine.poll():
-            part = self._jobs.pop(result.job)
-            if part.whole.is_store:
-                self._stored(part, result)
+            part = self._parts.pop(result.job)
+            if Status.INTERNAL_ERROR in result.statuses:
+                part.failure = INTERNAL_ERROR
+            if part.job.is_store:
+                self._store_copied(part, result)
             else:
-                self._loaded(part, result)
+                self._load_copied(part, result)
 
     def wait(self, job_ids: set[int]) -> None:
         """Block until these jobs have ended, stores without parts that were not submitted. Unknown jobs have ended."""
-        for store in [job for job in self._under_way.values() if job.is_store and job.theirs in job_ids]:
-            store.over = True
-            self._end_if_over(store)
-        ours = [number for number, part in self._jobs.items() if part.whole.theirs in job_ids]
-        self.engine.wait(ours)
+        for store in [job for job in self._jobs.values() if job.is_store and job.vllm_job in job_ids]:
+            store.refuses_parts = True
+            self._end_job_if_done(store)
+        tickets = [ticket for ticket, part in self._parts.items() if part.job.vllm_job in job_ids]
+        self.engine.wait(tickets)
 
     def before_device_release(self) -> None:
         """Device memory is about to be freed: no copy uses it until it is restored. Idempotent.
@@ -212,10 +228,10 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         """
         if self._asleep:
             return
-        if not self.engine.wait(list(self._jobs), _LOAD_TIMEOUT):
-            for number in self._jobs:
-                self.engine.cancel(number)
-            self.engine.wait(list(self._jobs))
+        if not self.engine.wait(list(self._parts), _DRAIN_TIMEOUT):
+            for ticket in self._parts:
+                self.engine.cancel(ticket)
+            self.engine.wait(list(self._parts))
         self._asleep = True
         self._poll()
         self.reports.sleep_changed(self._rank)
@@ -260,50 +276,52 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Wait for copies in flight, then release all resources. Idempotent."""
-        self._changes.close()
-        self._adapters.close()
-        self.engine.shutdown(_LOAD_TIMEOUT)
+        self._weight_watch.close()
+        self._adapter_watch.close()
+        self.engine.shutdown(_DRAIN_TIMEOUT)
         self.reports.close()
         self.arena.close()
 
-    def _loaded_adapter(self, lora: Any, number: int) -> None:
+    def _adapter_loaded(self, lora: Any, number: int) -> None:
         """An adapter was loaded. The plain connector does not name adapters: other bytes clear all tiers."""
         if report_adapter(lora, self.reports, self._rank, number) and not self.reports_failures:
             self.reports.weights_changed(self._rank)
 
-    def _start(self, theirs: int, blocks: GPULoadStoreSpec, spec: SlotsSpec, *, is_store: bool) -> None:
+    def _begin_job(self, vllm_job: int, blocks: GPULoadStoreSpec, spec: SlotsSpec, *, is_store: bool) -> None:
         """Begin the first part of a job, unless all of it comes later."""
-        job = _JobUnderWay(spec.job, theirs, spec.epoch, blocks, sum(spec.left) + len(spec.indices), is_store)
-        job.over = is_store and not self._is_divisible(blocks, spec)
-        self._under_way[job.number] = job
-        if spec.indices or not spec.left or job.over:
-            self._begin(job, spec)
+        job = _JobInFlight(
+            spec.ticket, vllm_job, spec.epoch, blocks, sum(spec.chunks_after) + len(spec.indices), is_store
+        )
+        job.refuses_parts = is_store and not self._is_divisible(blocks, spec)
+        self._jobs[job.first_ticket] = job
+        if spec.indices or not spec.chunks_after or job.refuses_parts:
+            self._begin_part(job, spec)
 
     def _is_divisible(self, blocks: GPULoadStoreSpec, spec: SlotsSpec) -> bool:
         """Whether it is known which `blocks` are those of later parts: none is missing but at the beginning."""
-        groups = zip(blocks.group_sizes, blocks.block_indices, spec.counts, spec.left, strict=False)
+        groups = zip(blocks.group_sizes, blocks.block_indices, spec.counts, spec.chunks_after, strict=False)
         return all(
-            size == (now + later) * self._per_chunk - index % self._per_chunk
+            size == (now + later) * self._blocks_per_chunk - index % self._blocks_per_chunk
             for size, index, now, later in groups
             if later
         )
 
-    def _begin(self, job: _JobUnderWay, spec: SlotsSpec) -> None:
+    def _begin_part(self, job: _JobInFlight, spec: SlotsSpec) -> None:
         """Begin to copy the chunks of `spec`, a part of `job`."""
-        job.copying.add(spec.job)
-        part = _PartUnderWay(job, spec)
-        self._changes.check()
-        if self._asleep or self.arena.is_given_back or self._is_outdated(part) or job.over:
-            self._end_badly(part)
+        job.in_flight.add(spec.ticket)
+        part = _PartInFlight(job, spec)
+        self._weight_watch.check()
+        if self._asleep or self.arena.is_given_back or self._is_outdated(part) or job.refuses_parts:
+            self._fail_part(part)
             return
-        if not self._try(part):
-            self._end_badly(part)
+        if not self._submit(part):
+            self._fail_part(part)
 
-    def _is_outdated(self, part: _PartUnderWay) -> bool:
+    def _is_outdated(self, part: _PartInFlight) -> bool:
         """Whether weights have changed, or device memory was freed, since the manager ordered `part`."""
         return (self.reports.weight_changes, self.reports.sleep_changes) != part.spec.epoch
 
-    def _try(self, part: _PartUnderWay) -> bool:
+    def _submit(self, part: _PartInFlight) -> bool:
         """Submit the transfer of `part`; returns whether the engine accepted it. An error ends this part alone."""
         if self._asleep:
             return False
@@ -312,100 +330,101 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
             if not part.transfer.items:
                 return False
             self.engine.submit(part.transfer)
-        except LongshoreError as error:
-            _log.error("transfer job %d was refused, its blocks are not copied: %s", part.spec.job, error)
+        except Exception as error:  # noqa: BLE001 - vLLM would stop the engine
+            if refusal_status(error) is Status.INTERNAL_ERROR:
+                part.failure = INTERNAL_ERROR
+                message = "internal error: transfer job %d failed, its blocks are not copied; report this"
+                log_seldom(_log, message, part.spec.ticket)
+            else:
+                _log.error("transfer job %d was refused, its blocks are not copied: %s", part.spec.ticket, error)
             return False
-        except Exception:  # noqa: BLE001 - a bug: vLLM would stop the engine
-            log_seldom(
-                _log, "internal error: transfer job %d failed, its blocks are not copied; report this", part.spec.job
-            )
-            return False
-        self._jobs[part.spec.job] = part
+        self._parts[part.spec.ticket] = part
         return True
 
-    def _transfer(self, part: _PartUnderWay) -> Transfer:
+    def _transfer(self, part: _PartInFlight) -> Transfer:
         """What is to be copied.
 
         A window may have slid past some blocks of chunks that are to be stored. Nobody says which, so that none of the
         images of that group would be known to be whole: all of them are left out. Of blocks that begin inside a chunk
         and then follow one another, only that chunk is left out.
         """
-        blocks, is_store, begin = part.whole.blocks, part.whole.is_store, 0
-        if part.spec.begins or part.spec.left:
-            blocks = _part(blocks, part.spec, self._per_chunk)
+        blocks, is_store, begin = part.job.blocks, part.job.is_store, 0
+        if part.spec.chunks_before or part.spec.chunks_after:
+            blocks = _blocks_of_part(blocks, part.spec, self._blocks_per_chunk)
         ids = blocks.block_ids.tolist()
         sections: list[Section] = []
         slots: list[Slot] = []
         for group, (size, index, chunks) in enumerate(
             zip(blocks.group_sizes, blocks.block_indices, part.spec.counts, strict=True)
         ):
-            skip = -index % self._per_chunk if is_store else 0  # blocks of a chunk whose beginning is missing
+            skip = -index % self._blocks_per_chunk if is_store else 0  # blocks of a chunk whose beginning is missing
             first = 1 if skip else 0
-            is_whole = size - skip == (chunks - first) * self._per_chunk
+            is_whole = size - skip == (chunks - first) * self._blocks_per_chunk
             if size > skip and (is_whole or not is_store):
                 sections.append(Section(group, index + skip, tuple(ids[begin + skip : begin + size])))
-                slots += list(addresses(*part.spec.runs[group]))[first:]
+                slots += list(addresses(*part.spec.group_slots[group]))[first:]
             begin += size
         return Transfer(
-            job=part.spec.job,
+            job=part.spec.ticket,
             route=Route(DEVICE, HOST) if is_store else Route(HOST, DEVICE),
             items=tuple(Item(b"", None, None, slot) if is_store else Item(b"", None, slot, None) for slot in slots),
             sections=tuple(sections),
             urgency=Urgency.WRITE if is_store else Urgency.DEMAND,
         )
 
-    def _stored(self, part: _PartUnderWay, result: TransferResult) -> None:
+    def _store_copied(self, part: _PartInFlight, result: TransferResult) -> None:
         items = cast(Transfer, part.transfer).items
         slots = [cast(Slot, item.destination).index for item in items]
         good = {slot for slot, status in zip(slots, result.statuses, strict=True) if status is OK}
         if self._is_outdated(part):
             good.clear()
-        self.reports.stored(part.spec.job, self._rank, list(good), [i for i in part.spec.indices if i not in good])
+        bad = [slot for slot in part.spec.indices if slot not in good]
+        self.reports.stored(part.spec.ticket, self._rank, list(good), bad, part.failure)
         self._end_part(part, result.bytes, result.seconds)
 
-    def _loaded(self, part: _PartUnderWay, result: TransferResult) -> None:
+    def _load_copied(self, part: _PartInFlight, result: TransferResult) -> None:
         outdated = self._is_outdated(part)
         if outdated or any(status is not OK for status in result.statuses):
-            if outdated or part.retried or not self._try(part):
-                self._end_badly(part)
+            if outdated or part.retried or not self._submit(part):
+                self._fail_part(part)
             part.retried = True
             return
-        self.reports.loaded(part.spec.job, self._rank, good=True)
+        self.reports.loaded(part.spec.ticket, self._rank, good=True)
         self._end_part(part, result.bytes, result.seconds)
 
-    def _end_badly(self, part: _PartUnderWay) -> None:
-        self._report_failure(part.spec, is_store=part.whole.is_store)
-        part.whole.over |= not part.whole.is_store
+    def _fail_part(self, part: _PartInFlight) -> None:
+        self._report_failure(part.spec, part.failure, is_store=part.job.is_store)
+        part.job.refuses_parts |= not part.job.is_store
         self._end_part(part)
 
-    def _report_failure(self, spec: SlotsSpec, *, is_store: bool) -> None:
+    def _report_failure(self, spec: SlotsSpec, failure: int = FAILED, *, is_store: bool) -> None:
         if not is_store:
-            self.reports.loaded(spec.job, self._rank, good=False)
+            self.reports.loaded(spec.ticket, self._rank, good=False, failure=failure)
         elif self._has_part:
-            self.reports.stored(spec.job, self._rank, [], spec.indices)
+            self.reports.stored(spec.ticket, self._rank, [], spec.indices, failure)
 
-    def _end_part(self, part: _PartUnderWay, nbytes: int = 0, seconds: float = 0.0) -> None:
-        job = part.whole
+    def _end_part(self, part: _PartInFlight, nbytes: int = 0, seconds: float = 0.0) -> None:
+        job = part.job
         job.bytes, job.seconds = job.bytes + nbytes, job.seconds + seconds
-        job.left -= len(part.spec.indices)
-        job.copying.discard(part.spec.job)
-        self._end_if_over(job)
+        job.chunks_left -= len(part.spec.indices)
+        job.in_flight.discard(part.spec.ticket)
+        self._end_job_if_done(job)
 
-    def _end_if_over(self, job: _JobUnderWay) -> None:
+    def _end_job_if_done(self, job: _JobInFlight) -> None:
         """Report `job` when nothing of it is being copied, and nothing is to come."""
-        if job.copying or (job.left and not job.over):
+        if job.in_flight or (job.chunks_left and not job.refuses_parts):
             return
-        del self._under_way[job.number]
-        failed = job.over and not job.is_store
+        del self._jobs[job.first_ticket]
+        failed = job.refuses_parts and not job.is_store
         if failed:
             if not self.reports_failures:
                 raise EngineError(
-                    f"load job {job.number} failed, which OffloadingConnector cannot report: use LongshoreConnector, "
-                    "which has the request recomputed"
+                    f"load job {job.first_ticket} failed, which OffloadingConnector cannot report: use "
+                    "LongshoreConnector, which has the request recomputed"
                 )
-            self.failed.add(job.theirs)
+            self.failed.add(job.vllm_job)
         moved = (0, 0.0) if failed else (job.bytes, job.seconds)
-        self._done.append(VllmResult(job.theirs, True, *moved))
+        self._finished.append(VllmResult(job.vllm_job, True, *moved))
 
     def take_failed(self, jobs: Collection[int]) -> set[int]:
         """Which of these loads have failed; each is returned once."""
@@ -414,13 +433,15 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         return failed
 
 
-def _part(blocks: GPULoadStoreSpec, spec: SlotsSpec, per_chunk: int) -> GPULoadStoreSpec:
+def _blocks_of_part(blocks: GPULoadStoreSpec, spec: SlotsSpec, per_chunk: int) -> GPULoadStoreSpec:
     """The `blocks` of a job that the chunks of `spec` are copied to, or from."""
     ids, begin = blocks.block_ids.tolist(), 0
     mine: list[int] = []
     sizes, indices = [], []
-    begins = spec.begins or (0,) * len(spec.runs)
-    for size, index, before, chunks in zip(blocks.group_sizes, blocks.block_indices, begins, spec.counts, strict=True):
+    chunks_before = spec.chunks_before or (0,) * len(spec.group_slots)
+    for size, index, before, chunks in zip(
+        blocks.group_sizes, blocks.block_indices, chunks_before, spec.counts, strict=True
+    ):
         missing = index % per_chunk  # blocks of the first chunk that the device has
         first = max(0, before * per_chunk - missing)
         end = max(first, min(size, (before + chunks) * per_chunk - missing)) if chunks else first

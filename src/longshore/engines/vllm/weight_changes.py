@@ -31,7 +31,7 @@ from vllm.v1.kv_offload.base import OffloadKey
 
 from longshore.engines.tensors import content
 from longshore.engines.vllm import contract
-from longshore.engines.vllm.requests import RequestState, StoreUnderWay, Ticket
+from longshore.engines.vllm.requests import RequestState, RequestStore, Ticket
 from longshore.engines.weight_files import FileDigests
 from longshore.errors import EngineError
 from longshore.runtime.rank_reports import RankReports
@@ -44,7 +44,7 @@ METHODS = (
 )
 """Methods of vLLM's worker that may change weights."""
 
-OF_MEMORY = ("sleep", "discard", "wake_up")
+MEMORY_METHODS = ("sleep", "discard", "wake_up")
 """Methods of vLLM's worker that free device memory or restore it."""
 
 _TAGS = ("weights", "kv_cache")
@@ -74,9 +74,9 @@ class WeightWatch:
         self._device_user = device_user
         self._parameters: list[Any] = []
         self._sampled_ones: list[Any] = []
-        self._before: list[bytes] | None = None
+        self._digests_before_sleep: list[bytes] | None = None
         """Checksums of the weights before device memory was freed, until the next copy has compared them."""
-        self._gone: set[str] = set()
+        self._freed_tags: set[str] = set()
         """vLLM's tags of the device memory that is freed: nothing is read until all is restored."""
         if vllm is None or not getattr(vllm.parallel_config, "worker_cls", ""):
             return
@@ -87,37 +87,37 @@ class WeightWatch:
             _wrap(kind, "load_weights")
         self._parameters = list({id(each): each for model in models for each in model.parameters()}.values())
         self._sampled_ones = [each for each in self._parameters if each.device.type == "cpu"]
-        self._seen = self._sampled()
+        self._last_samples = self._sampled()
         _watching.append(self)
 
     def before_release(self, tags: Collection[str]) -> None:
         """Device memory of these `tags` is about to be freed."""
         if "kv_cache" in tags:
             self._device_user.before_device_release()
-        if not self._gone and self._before is None:
-            self._before = self._digests()
-        self._gone.update(tags)
+        if not self._freed_tags and self._digests_before_sleep is None:
+            self._digests_before_sleep = self._digests()
+        self._freed_tags.update(tags)
 
     def after_restore(self, tags: Collection[str]) -> None:
         """Device memory of these `tags` was restored. Weights may have been written meanwhile without a call."""
-        self._gone.difference_update(tags)
-        if not self._gone:
-            if self._before is not None and self._before != self._digests():
-                self._before = None
+        self._freed_tags.difference_update(tags)
+        if not self._freed_tags:
+            if self._digests_before_sleep is not None and self._digests_before_sleep != self._digests():
+                self._digests_before_sleep = None
                 self.on_change()
             self._device_user.after_device_restore()
 
     def check(self) -> None:
         """Compare the samples with those of the last call; after a sleep, once, the checksums of all weights."""
-        if self._gone:
+        if self._freed_tags:
             return
-        if self._before is not None:
-            before, self._before = self._before, None
+        if self._digests_before_sleep is not None:
+            before, self._digests_before_sleep = self._digests_before_sleep, None
             if before != self._digests():
                 self.on_change()
         if self._sampled_ones:
-            before, self._seen = self._seen, self._sampled()
-            if before != self._seen:
+            before, self._last_samples = self._last_samples, self._sampled()
+            if before != self._last_samples:
                 self.on_change()
 
     def close(self) -> None:
@@ -150,7 +150,7 @@ class WeightWatch:
 def _wrap_worker(parallel: Any) -> None:
     from vllm.utils.import_utils import resolve_obj_by_qualname  # noqa: PLC0415
 
-    worker, names = resolve_obj_by_qualname(parallel.worker_cls), [*METHODS, *OF_MEMORY]
+    worker, names = resolve_obj_by_qualname(parallel.worker_cls), [*METHODS, *MEMORY_METHODS]
     contract.check_has(worker, *names)
     if parallel.worker_extension_cls:
         extension = resolve_obj_by_qualname(parallel.worker_extension_cls)
@@ -191,7 +191,7 @@ def _effects(
     given = arguments[0] if arguments else named.get("level" if name == "sleep" else "tags")
     if name == "sleep":
         return _TAGS, given is not None and int(given) > 1, ()  # at level 1, weights are kept
-    if name in OF_MEMORY:
+    if name in MEMORY_METHODS:
         tags = _TAGS if given is None else given
         return (tags, False, ()) if name == "discard" else ((), False, tags)
     return (), True, ()
@@ -340,7 +340,7 @@ class BlockValidity:
         self._base_is_mixed = base_is_mixed
         self._device_used = False
         """Whether there were lookups, or stores, since the device was last known to be empty."""
-        self._distrusts = False
+        self._may_have_old_blocks = False
         """Whether the device may have blocks of other weights than those in force."""
 
     @property
@@ -348,32 +348,32 @@ class BlockValidity:
         """How often weights had changed at the last look, and device memory has gone or come back."""
         return self.weight_changes, self._reports.sleep_changes
 
-    def weights_changed_since(self) -> bool:
+    def weights_have_changed(self) -> bool:
         """Whether weights have changed since the last call; if so, no stored block is valid any more."""
         changes = self._reports.weight_changes
         if changes == self.weight_changes:
             return False
         self.weight_changes = changes
-        self._distrusts |= self._device_used
+        self._may_have_old_blocks |= self._device_used
         _log.warning(
             "weights changed in the running engine: all tiers were cleared%s",
             "; nothing is stored until the prefix cache is reset (reset_connector=True) while no request is running, "
             "because the device may still have blocks of the old weights"
-            if self._distrusts
+            if self._may_have_old_blocks
             else "",
         )
         return True
 
-    def used(self) -> None:
+    def device_used(self) -> None:
         """The device may have blocks from now on."""
         self._device_used = True
 
     def device_was_reset(self) -> None:
         """The device cache was emptied."""
-        self._device_used = self._distrusts = False
+        self._device_used = self._may_have_old_blocks = False
         self._adapters.device_was_reset()
 
-    def knows(self, request: RequestState) -> bool:
+    def adapter_is_known(self, request: RequestState) -> bool:
         """Whether the adapter of `request` is known, and has not changed since it was first known."""
         if request.lora is None:
             return True
@@ -381,11 +381,15 @@ class BlockValidity:
         request.adapter = request.adapter or found or b""
         return found is not None and found == request.adapter
 
-    def may_store(self, request: RequestState, keys: Collection[OffloadKey], stores: Iterable[StoreUnderWay]) -> bool:
+    def may_store(self, request: RequestState, keys: Collection[OffloadKey], stores: Iterable[RequestStore]) -> bool:
         """Whether blocks of `request` may be stored under `keys`, beside `stores` that are in flight."""
         if request.lora is None:
-            return not self._distrusts and not self._base_is_mixed
-        if self._distrusts or not self.knows(request) or not self._adapters.is_trusted(request.lora):
+            return not self._may_have_old_blocks and not self._base_is_mixed
+        if (
+            self._may_have_old_blocks
+            or not self.adapter_is_known(request)
+            or not self._adapters.is_trusted(request.lora)
+        ):
             return False
         # vLLM ends stores by its own keys, which are the same for all bytes of an adapter: one at a time.
         others = (store for store in stores if store.adapter and store.adapter != request.adapter)

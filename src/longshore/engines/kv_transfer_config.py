@@ -1,4 +1,8 @@
-"""The connector's configuration: written for `--kv-transfer-config`, checked, and read in the engine. Needs no vLLM."""
+"""vLLM's `KVTransferConfig` for Longshore. Needs no vLLM.
+
+`longshore vllm-config` prints it (`kv_transfer_config`). In the engine, `LongshoreSpec` checks and reads its
+`kv_connector_extra_config` (`read_extra_config`).
+"""
 
 from __future__ import annotations
 
@@ -24,10 +28,11 @@ INSTEAD = {
 """Settings without effect under vLLM, and the alternative to each."""
 
 
-def kv_transfer(extra: Mapping[str, object], *, report_failures: bool = True) -> dict[str, object]:
-    """The configuration of the connector, with `extra` settings of ours and of vLLM's offloading connector.
+def kv_transfer_config(extra: Mapping[str, object], *, report_failures: bool = True) -> dict[str, object]:
+    """The value of `--kv-transfer-config`. `extra`: `kv_connector_extra_config`, settings of Longshore and of vLLM.
 
-    With `report_failures` requests whose blocks cannot be loaded are computed; else the engine stops.
+    With `report_failures` the connector is `LongshoreConnector`, and requests whose blocks cannot be loaded are
+    recomputed; else it is vLLM's `OffloadingConnector`, and the engine stops.
     """
     connector: dict[str, object] = {"kv_connector": "OffloadingConnector"}
     if report_failures:
@@ -53,22 +58,22 @@ def check_settings(ours: Mapping[str, object]) -> None:
         raise ConfigError(f"file_mode = {ours['file_mode']!r} is not served under vLLM: expected 'posix'")
 
 
-THEIRS = frozenset(
+VLLM_SETTINGS = frozenset(
     {
         *("spec_name", "spec_module_path", "block_size", "blocks_per_chunk", "offload_prompt_only"),
         *("self_describing_kv_events", "canonical_layout"),
     }
 )
-"""Keys that vLLM reads itself."""
+"""Keys of `kv_connector_extra_config` that vLLM reads itself."""
 
 
-def read(extra: Mapping[str, Any], blocks_per_chunk: int, replica: int = 0, replicas: int = 1) -> Config:
-    """Our part of the extra configuration; replicas of data-parallel engines get a sub-directory each.
+def read_extra_config(extra: Mapping[str, Any], blocks_per_chunk: int, replica: int = 0, replicas: int = 1) -> Config:
+    """Longshore's settings in `kv_connector_extra_config`; replicas of data-parallel engines get a sub-directory each.
 
-    Raises `ConfigError` for a key that nobody knows, with the nearest one that somebody does; for one that would have
-    no effect; and for `file_mode` gds, which goes from a worker's device to a file: here files are the scheduler's.
+    Raises `ConfigError` for an unknown key, and names the most similar known one; for a setting without effect under
+    vLLM; and for `file_mode` gds: the tier host, which reads and writes files, does not reach the workers' devices.
     """
-    ours = {key: value for key, value in extra.items() if key not in THEIRS}
+    ours = {key: value for key, value in extra.items() if key not in VLLM_SETTINGS}
     check_settings(ours)
     config = Config.make(**{**ours, "blocks_per_chunk": blocks_per_chunk, "host_shared": True})
     if replicas > 1 and config.file_path is not None:
@@ -76,7 +81,7 @@ def read(extra: Mapping[str, Any], blocks_per_chunk: int, replica: int = 0, repl
     return config
 
 
-def refuse(parallel: Any, nodes: int) -> None:
+def check_parallelism(parallel: Any, nodes: int) -> None:
     """Raise `EngineError` for engines that are not served; `nodes` is the number of nodes of a replica's workers."""
     served = {"pp_size": "pipeline", "pcp_size": "prefill context", "dcp_size": "decode context"}
     for field, name in served.items():

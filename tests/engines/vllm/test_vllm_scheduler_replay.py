@@ -15,7 +15,7 @@ from vllm_kit import TOKENS
 from longshore.cli.app import app
 from longshore.config import Config
 from longshore.engines.vllm import LongshoreManager
-from longshore.engines.vllm.replay import VllmReplay, open_replay, open_tiers
+from longshore.engines.vllm.scheduler_replay import VllmReplay, open_replay, open_tiers
 from longshore.errors import ConfigError, IntegrityError
 from longshore.trace.readers import read_excerpt
 

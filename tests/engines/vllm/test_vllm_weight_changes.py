@@ -16,8 +16,8 @@ from tiny_models import save
 from vllm.v1.kv_offload.base import LookupResult
 from vllm_kit import Rig, file_settings, keys_of
 
-from longshore.engines.vllm import changes
-from longshore.engines.vllm.changes import WeightWatch
+from longshore.engines.vllm import weight_changes
+from longshore.engines.vllm.weight_changes import WeightWatch
 from longshore.errors import EngineError
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
@@ -31,7 +31,7 @@ CONNECTOR = {
 
 
 def change(rig: Rig, rank: int = 0) -> None:
-    rig.workers[rank]._changes.on_change()
+    rig.workers[rank]._weight_watch.on_change()
 
 
 def answers(rig: Rig, name: str) -> list[LookupResult]:
@@ -116,7 +116,7 @@ def test_report_of_an_old_store_does_not_end_another(rigs: Rigs) -> None:
     rig.manager.complete_store(set(KEYS[:1]), new)
     rig.end_step()
     assert answers(rig, "reader")[0] is HIT
-    assert not rig.manager._stores and not rig.manager._stale and not rig.manager._stores.by_key
+    assert not rig.manager._store_jobs and not rig.manager._unreported and not rig.manager._store_jobs.by_first_key
 
 
 def test_a_request_that_asks_for_nothing_uses_the_device(rigs: Rigs) -> None:
@@ -244,7 +244,7 @@ def watched() -> Iterator[Watched]:
 
 def test_methods_that_change_weights_tell(watched: Watched) -> None:
     worker, told = Extended(), watched.told
-    for name in changes.METHODS:
+    for name in weight_changes.METHODS:
         before = len(told)
         try:
             getattr(worker, name)(*([2] if name in ("sleep", "apply_model") else []))
@@ -252,9 +252,9 @@ def test_methods_that_change_weights_tell(watched: Watched) -> None:
             assert name == "reload_weights"
         assert len(told) == before + 1
     assert worker.receive() == "received"
-    assert len(told) == len(changes.METHODS) + 1
+    assert len(told) == len(weight_changes.METHODS) + 1
     watched.model.load_weights()
-    assert len(told) == len(changes.METHODS) + 2
+    assert len(told) == len(weight_changes.METHODS) + 2
 
 
 def test_sleep_that_keeps_weights_tells_of_device_memory_alone(watched: Watched) -> None:
@@ -280,8 +280,8 @@ def test_weights_are_not_read_while_they_are_gone(
     watched: Watched, monkeypatch: pytest.MonkeyPatch, first: str
 ) -> None:
     """On a GPU that would be the end of the engine."""
-    worker, read, content = Extended(), list[Any](), changes.content
-    monkeypatch.setattr(changes, "content", lambda tensor: read.append(tensor) or content(tensor))
+    worker, read, content = Extended(), list[Any](), weight_changes.content
+    monkeypatch.setattr(weight_changes, "content", lambda tensor: read.append(tensor) or content(tensor))
     worker.sleep(1)
     assert read
     read.clear()
@@ -322,7 +322,7 @@ def test_weights_that_cannot_be_compared_are_new_ones(watched: Watched, monkeypa
     def fail(tensor: Any) -> bytes:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(changes, "content", fail)
+    monkeypatch.setattr(weight_changes, "content", fail)
     Extended().sleep(1)
     Extended().wake_up()
     assert watched.told

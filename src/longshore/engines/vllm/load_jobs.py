@@ -1,20 +1,23 @@
-"""Loads: slots that are leased to the workers; in parts, if a load has more chunks than host memory has room for.
+"""`LoadJobs`: slots of host memory that workers read for a load, from `prepare_load` until every rank has reported it.
+
+A load of more chunks than host memory has room for gets its slots in parts:
 
     prepare_load ──► first part: what is in host memory ──► workers ──► reports of all ranks ──► slots are given back
                                                                ▲                                      │
-                           lent in a later step's metadata ────┴── read from colder tiers ◄───────────┘
+                           slots in a later step's metadata ───┴── read from colder tiers ◄───────────┘
 
 The request waits, and vLLM continues with its steps, until the workers report the load: after its last part, or after
 one has failed. A load whose next chunks are lost, or do not arrive in time, is ended, and its request is recomputed.
 Each part gets its slots at once and gives them back without needing others, so loads do not wait for each other.
 
-Chunks that only stores of replicas have are asked for once for each request, and fetched while it waits:
+`RemoteFetches`: remote stores are probed once for the chunks of a request that no tier of this engine has, and those
+that a store has are fetched while the request waits:
 
-    lookup, some chunks are in no tier ─► ask ─(the probe ends)─► gate ─► fetch into host memory ─► lookup: HIT
-                                              MISS: not there, or quicker to compute, or not in time
+    lookup, some chunks are in no tier ─► probe ─(it ends)─► gate ─► fetch into host memory ─► lookup: HIT
+                                              MISS: not there, or faster to recompute, or not in time
 
-A peer that computes or stores some of them answers that they are coming, and is asked again. Nothing here waits. vLLM
-asks about a request again in each step; the answer is `HIT_PENDING` until then.
+A peer that computes or stores some of them answers "coming", and is probed again. No call blocks. vLLM looks the chunks
+up again in each step, and is answered `HIT_PENDING` until they are there.
 """
 
 from __future__ import annotations
@@ -41,9 +44,9 @@ from longshore.cache import (
     Run,
     TieredCache,
 )
-from longshore.engines.vllm.changes import BlockValidity
 from longshore.engines.vllm.requests import GROUP_BYTES, ChunkGroups, JobContext, RequestState, Ticket, residency
-from longshore.engines.vllm.stores import NO_SLOTS
+from longshore.engines.vllm.store_jobs import NO_SLOTS
+from longshore.engines.vllm.weight_changes import BlockValidity
 from longshore.engines.vllm.worker import JobPart, SlotsSpec
 from longshore.runtime.loop import Runtime
 from longshore.runtime.remote_fetch import fetch_timeout, worth_probing
@@ -52,60 +55,62 @@ if TYPE_CHECKING:
     from longshore.tiers.remote.peers import PeerTier
 
 Paths = Mapping[int, Residency | Sequence[Key]]
-"""Chunks by our number of their KV cache group."""
+"""Chunks, by our number of their KV cache group."""
 
 
 @dataclass(slots=True)
-class StreamedLoad:
-    """What the workers load for the request `name`, whose `tick` it is, in parts.
+class RequestLoad:
+    """One load job of vLLM: what the workers load for the request `name`, in one part or several.
 
     Attributes:
-        origins: The tiers that chunks were brought up from, by key.
-        lent: How many chunks of each KV cache group were lent, by our number.
-        number: That of its first part, by which workers know it.
+        tick: The tick of the request in the cache.
+        chunks_leased: How many chunks of each KV cache group workers have got the slots of, by our number.
+        origins: The tiers that chunks were prefetched from, by key.
+        first_ticket: The ticket of its first part, by which workers know it.
         parts: Tickets of the parts that workers read.
-        rest: The chunks that were not lent, in order: our number of the group, and the key.
-        lease: Keeps `rest` in some tier.
-        fetch: On the first of `rest`, as many as are `fetched`: they are being brought up.
-        failed: Whether a part has failed, or will not come.
+        pending: The chunks whose slots workers have not got, in order: our number of the group, and the cache key.
+        lease: Keeps `pending` in some tier.
+        prefetch_lease: A lease on the first of `pending`, which are read into host memory.
+        prefetched: How many chunks that lease has.
+        failed: Whether a part has failed, or will not be sent.
     """
 
     name: str
     tick: int | None
-    lent: list[int]
+    chunks_leased: list[int]
     origins: Mapping[Key, str]
-    number: int = 0
+    first_ticket: int = 0
     parts: list[Ticket] = field(default_factory=list)
-    rest: list[tuple[int, Key]] = field(default_factory=list)
+    pending: list[tuple[int, Key]] = field(default_factory=list)
     lease: Lease | None = None
-    fetch: Lease | None = None
-    fetched: int = 0
+    prefetch_lease: Lease | None = None
+    prefetched: int = 0
     failed: bool = False
 
 
-class Loads:
+class LoadJobs:
     """The loads of one engine, one of each request at most. Calls are made inside a transaction of the runtime."""
 
-    def __init__(self, jobs: JobContext, validity: BlockValidity) -> None:
-        self._jobs = jobs
-        self._groups = len(jobs.groups)
-        self._reports = jobs.reports
+    def __init__(self, context: JobContext, validity: BlockValidity) -> None:
+        self._context = context
+        self._groups = len(context.groups)
+        self._reports = context.reports
         self._validity = validity
-        self._loads: dict[str, StreamedLoad] = {}
+        self._by_request: dict[str, RequestLoad] = {}
         self._new_parts: list[JobPart] = []
 
     def __contains__(self, name: str) -> bool:
         """Whether the workers load something for the request `name`."""
-        return name in self._loads
+        return name in self._by_request
 
     def __len__(self) -> int:
         """Loads that the workers have not reported."""
-        return len(self._loads)
+        return len(self._by_request)
 
     @property
     def tickets(self) -> list[Ticket]:
         """The tickets of all parts that workers read."""
-        return [ticket for load in self._loads.values() for ticket in load.parts]
+        return [ticket for load in self._by_request.values() for ticket in load.parts]
 
     def begin(
         self,
@@ -115,72 +120,75 @@ class Loads:
         paths: Paths,
         origins: Mapping[Key, str],
         *,
-        streams: bool,
+        in_parts: bool,
     ) -> SlotsSpec:
-        """The first part of a load of `paths`: what is in host memory, which is all of them unless the load `streams`.
+        """Answer `prepare_load`: the first part of a load of `paths`, which is all of it unless `in_parts`.
 
-        `origins` are the tiers that chunks were brought up from, by key.
+        `origins` are the tiers that chunks were prefetched from, by cache key.
         """
-        load = StreamedLoad(name, tick, [0] * self._groups, origins)
-        first, load.rest = _ready(cache, paths) if streams else (paths, [])
-        spec = self._lend(cache, load, first)
-        load.number = spec.job
-        if load.rest:
-            load.lease = _lease(cache, load, load.rest)
-        self._loads[name] = load
-        left = tuple(sum(group == each for each, _ in load.rest) for group in range(self._groups))
-        return SlotsSpec(spec.job, spec.runs, spec.epoch, *((spec.begins, left) if load.rest else ()))
+        load = RequestLoad(name, tick, [0] * self._groups, origins)
+        first, load.pending = _ready(cache, paths) if in_parts else (paths, [])
+        spec = self._lease_part(cache, load, first)
+        load.first_ticket = spec.ticket
+        if load.pending:
+            load.lease = _lease(cache, load, load.pending)
+        self._by_request[name] = load
+        left = tuple(sum(group == each for each, _ in load.pending) for group in range(self._groups))
+        return SlotsSpec(
+            spec.ticket, spec.group_slots, spec.epoch, *((spec.chunks_before, left) if load.pending else ())
+        )
 
     def proceed(self, cache: TieredCache) -> None:
-        """End parts that all ranks have read, which gives their slots back, and lend the next ones.
+        """End parts that all ranks have read, which frees their slots, and lease the slots of the next parts.
 
-        What loads have in host memory beyond their first part is at most half of its slots, or one chunk of each.
+        All parts but the first ones together have at most half of the slots of host memory, or one chunk for each load.
         """
-        slots = self._jobs.slots
-        streams = [load for load in self._loads.values() if load.rest]
-        for load in streams:
-            for ticket in [each for each in load.parts if self._reports.has_loaded(each.number)]:
-                load.failed |= self._reports.has_failed(ticket.number)
+        slots = self._context.slots
+        divided = [load for load in self._by_request.values() if load.pending]
+        for load in divided:
+            for ticket in [each for each in load.parts if self._reports.load_has_ended(each.number)]:
+                load.failed |= self._reports.load_has_failed(ticket.number)
                 load.parts.remove(ticket)
-                self._jobs.end(ticket, cache)
-            ahead, is_late = load.rest[:slots], load.fetch is not None and cache.progress(load.fetch).is_over
+                self._context.end(ticket, cache)
+            ahead, lease = load.pending[:slots], load.prefetch_lease
+            is_late = lease is not None and cache.progress(lease).is_over
             ready, rest = _ready(cache, _by_group(ahead))
             if load.failed or (is_late and not ready):
                 self.stop(cache, load.name, MissReason.AFTER_MISS if load.failed else MissReason.DEADLINE)
                 continue
             if ready:
-                del load.rest[: len(ahead) - len(rest)]
-                load.fetched -= len(ahead) - len(rest)
-                self._new_parts.append(JobPart(load.number, self._lend(cache, load, ready)))
-            if load.fetched <= 0 and load.fetch is not None:
-                cache.release(load.fetch)
-                load.fetch = None
-            if not load.rest:
+                del load.pending[: len(ahead) - len(rest)]
+                load.prefetched -= len(ahead) - len(rest)
+                self._new_parts.append(JobPart(load.first_ticket, self._lease_part(cache, load, ready)))
+            if load.prefetched <= 0 and load.prefetch_lease is not None:
+                cache.release(load.prefetch_lease)
+                load.prefetch_lease = None
+            if not load.pending:
                 _release(cache, load)
-            elif load.fetch is None:
-                self._bring_up(cache, load, max(1, slots // 2 // len(streams)))
+            elif load.prefetch_lease is None:
+                self._prefetch(cache, load, max(1, slots // 2 // len(divided)))
 
     def stop(self, cache: TieredCache, name: str, reason: MissReason = MissReason.CANCELLED) -> None:
-        """No more is lent for `name`: the chunks that were not are misses, and the load has failed.
+        """No further part is sent for the request `name`: its pending chunks are misses, and the load has failed.
 
-        The workers report that when they have read what they were lent.
+        The workers report the load when they have read the parts that they have got.
         """
-        load = self._loads.get(name)
-        if load is not None and load.rest:
-            cache.counters.misses[reason] += len(load.rest)
-            load.failed, load.rest = True, []
-            self._new_parts.append(JobPart(load.number, None))
+        load = self._by_request.get(name)
+        if load is not None and load.pending:
+            cache.counters.misses[reason] += len(load.pending)
+            load.failed, load.pending = True, []
+            self._new_parts.append(JobPart(load.first_ticket, None))
             _release(cache, load)
 
     def end(self, cache: TieredCache, name: str) -> tuple[list[Ticket], bool]:
-        """The workers have reported the load for `name`, or will in vain. Its open parts, and whether it has failed."""
+        """End the load of the request `name`; returns its open parts, and whether it has failed."""
         self.stop(cache, name)
-        load = self._loads.pop(name)
-        return load.parts, load.failed or any(self._reports.has_failed(ticket.number) for ticket in load.parts)
+        load = self._by_request.pop(name)
+        return load.parts, load.failed or any(self._reports.load_has_failed(ticket.number) for ticket in load.parts)
 
     def end_all(self, cache: TieredCache) -> list[Ticket]:
         """End the loads of all requests; returns the tickets of open parts."""
-        return [ticket for name in list(self._loads) for ticket in self.end(cache, name)[0]]
+        return [ticket for name in list(self._by_request) for ticket in self.end(cache, name)[0]]
 
     def take(self) -> list[JobPart]:
         """Parts that are sent to the workers in this step."""
@@ -189,36 +197,40 @@ class Loads:
 
     def abandon(self) -> list[JobPart]:
         """`take` after the control plane has failed: loads that have more parts are ended."""
-        streams = [load for load in self._loads.values() if load.rest]
-        for load in streams:
-            load.rest = []
-        return [*self.take(), *(JobPart(load.number, None) for load in streams)]
+        divided = [load for load in self._by_request.values() if load.pending]
+        for load in divided:
+            load.pending = []
+        return [*self.take(), *(JobPart(load.first_ticket, None) for load in divided)]
 
-    def _bring_up(self, cache: TieredCache, load: StreamedLoad, share: int) -> None:
-        """Have the next chunks read into host memory: half of the load's `share`, so that reads and copies overlap."""
-        chunks = load.rest[: max(1, share // 2)]
+    def _prefetch(self, cache: TieredCache, load: RequestLoad, share: int) -> None:
+        """Prefetch the next chunks: half of the load's `share` of slots, so that reads and copies overlap."""
+        chunks = load.pending[: max(1, share // 2)]
         if load.parts and len(chunks) + sum(len(each.slots) for each in load.parts) > share:
             return
-        load.fetch, load.fetched = _lease(cache, load, chunks), len(chunks)
-        if load.fetch is None:
+        load.prefetch_lease, load.prefetched = _lease(cache, load, chunks), len(chunks)
+        if load.prefetch_lease is None:
             self.stop(cache, load.name, MissReason.ABSENT)
         else:
-            now, timeout = self._jobs.clock(), self._jobs.timeout
-            cache.prefetch(load.fetch, now, policy=PrefetchPolicy.TIMEOUT, timeout=timeout)
+            now, timeout = self._context.clock(), self._context.timeout
+            cache.prefetch(load.prefetch_lease, now, policy=PrefetchPolicy.TIMEOUT, timeout=timeout)
 
-    def _lend(self, cache: TieredCache, load: StreamedLoad, paths: Paths) -> SlotsSpec:
+    def _lease_part(self, cache: TieredCache, load: RequestLoad, paths: Paths) -> SlotsSpec:
         """Lease the slots of the next chunks, which are in host memory, to the workers."""
-        ticket, runs, begins = self._jobs.ticket(), [NO_SLOTS] * self._groups, tuple(load.lent)
+        ticket, group_slots, chunks_before = (
+            self._context.new_ticket(),
+            [NO_SLOTS] * self._groups,
+            tuple(load.chunks_leased),
+        )
         order = cache.load(
             {group: GroupKeys(keys) for group, keys in paths.items()}, request_number=load.tick, origins=load.origins
         )
         for group, part in zip(paths, order.jobs, strict=True):
-            runs[group] = part.slots.of
-            load.lent[group] += part.num_chunks
-            ticket.jobs.append((part.job, part.slots.of))
-        if ticket.jobs:
+            group_slots[group] = part.slots.of
+            load.chunks_leased[group] += part.num_chunks
+            ticket.cache_jobs.append((part.job, part.slots.of))
+        if ticket.cache_jobs:
             load.parts.append(ticket)
-        return SlotsSpec(ticket.number, tuple(runs), self._validity.epoch, begins)
+        return SlotsSpec(ticket.number, tuple(group_slots), self._validity.epoch, chunks_before)
 
 
 def _by_group(chunks: Sequence[tuple[int, Key]]) -> dict[int, list[Key]]:
@@ -228,17 +240,17 @@ def _by_group(chunks: Sequence[tuple[int, Key]]) -> dict[int, list[Key]]:
     return paths
 
 
-def _lease(cache: TieredCache, load: StreamedLoad, chunks: Sequence[tuple[int, Key]]) -> Lease | None:
+def _lease(cache: TieredCache, load: RequestLoad, chunks: Sequence[tuple[int, Key]]) -> Lease | None:
     """A lease on `chunks`; `None` if no tier has any of them."""
     asked = {group: GroupKeys(keys) for group, keys in _by_group(chunks).items()}
     return cache.lookup(asked, 0.0, independent=True, request=load.name, request_number=load.tick).lease
 
 
-def _release(cache: TieredCache, load: StreamedLoad) -> None:
-    for lease in (load.lease, load.fetch):
+def _release(cache: TieredCache, load: RequestLoad) -> None:
+    for lease in (load.lease, load.prefetch_lease):
         if lease is not None:
             cache.release(lease)
-    load.lease = load.fetch = None
+    load.lease = load.prefetch_lease = None
 
 
 def _ready(cache: TieredCache, paths: Paths) -> tuple[dict[int, Residency], list[tuple[int, Key]]]:
@@ -269,13 +281,13 @@ def load_limit(
     first: OffloadKey,
     now: float,
 ) -> float:
-    """The gate: up to which token of a prompt, computed up to the chunk `first`, loading is faster than computing.
+    """Ask the gate up to which token of a prompt, computed up to the chunk `first`, loading beats recomputing.
 
-    vLLM asks chunk by chunk, and loads the longest prefix that it was promised, so chunks behind this token are not
-    promised. Chunks of the group that vLLM asks for first stand for those of all groups. Infinity without a `gate`.
+    vLLM looks chunks up one by one, and loads the longest prefix of hits, so chunks behind this token are not
+    reported. Chunks of the group that vLLM asks for first stand for those of all groups. Infinity without a `gate`.
 
     Args:
-        ends: For each chunk, in order, the token that it ends with.
+        ends: vLLM's keys of the chunks, in order, each with the prompt tokens up to its end.
         tiers: Where each of them is read from; empty for nowhere.
     """
     if gate is None or first not in ends:
@@ -291,52 +303,52 @@ def load_limit(
     return chain[count - 1][0] if count else computed
 
 
-_ASKS_AGAIN, _LONGER = 0.01, 0.05
-"""A peer that computes chunks is asked again after so many seconds, and after so much of the time waited for it."""
+_PROBE_AGAIN, _PROBE_AGAIN_SHARE = 0.01, 0.05
+"""A peer that computes chunks is probed again after so many seconds, or this share of the time waited, if longer."""
 
 
 class RemoteFetches:
-    """Asks stores about the chunks of requests, and fetches, for one manager."""
+    """Probes remote stores for chunks of requests, and fetches them, for one manager."""
 
     def __init__(self, runtime: Runtime, groups: ChunkGroups, peers: PeerTier | None = None) -> None:
         self._runtime = runtime
         self._groups = groups
         self._peers = peers
         self.peer_waits: Counter[str] = Counter()
-        """How waiting for blocks that a peer computes has ended: `arrived`, `gone`, `late`."""
+        """How waiting for blocks that a peer computes has ended: `arrived`, `gone`, `timed_out`."""
 
-    def look(
+    def look_up(
         self,
         request: RequestState,
         ends: Mapping[OffloadKey, int],
         found: Sequence[Presence],
         first: OffloadKey,
         *,
-        late: bool = False,
+        timed_out: bool = False,
     ) -> Sequence[Presence]:
-        """`found`, in which chunks that a store is asked for, or sends, are on their way.
+        """`found`, in which chunks that a remote store is probed for, or that are fetched, are `IN_FLIGHT`.
 
-        Nothing is asked for a request that is `late`: it has waited for too long.
+        Nothing is probed for a request that has `timed_out`.
 
         Args:
             request: Whose chunks they are.
-            ends: vLLM's keys of all chunks that it has named, in order, each with the token that it ends with.
+            ends: As in `load_limit`, of all chunks that vLLM has named.
             found: Where each of them is.
-            first: The chunk that vLLM asks for.
+            first: The chunk that vLLM looks up.
         """
-        if late and request.asks_again and not request.fetches_end:
+        if timed_out and request.next_probe and not request.fetches_end:
             request.fetches_end = True
             self.peer_waits["late"] += 1
-        if late or request.fetches_end or REMOTE not in request.hints.load:
+        if timed_out or request.fetches_end or REMOTE not in request.hints.load:
             return found
         absent = [key for key, presence in zip(ends, found, strict=True) if presence is Presence.ABSENT]
         now = self._runtime.clock()
-        if request.probes is None and now < request.asks_again:
-            return _on_their_way(found, ends, set(absent))
+        if request.probes is None and now < request.next_probe:
+            return _with_in_flight(found, ends, set(absent))
         with self._runtime.transaction() as cache:
-            asked = {0: GroupKeys(request.ours(absent))}
-            asks = self._worth_asking(ends, absent, first) if request.probes is None else []
-            if request.source is None:  # a peer is asked by requests that name it
+            asked = {0: GroupKeys(request.cache_keys(absent))}
+            asks = self._stores_to_probe(ends, absent, first) if request.probes is None else []
+            if request.source is None:  # only requests that name a peer probe it
                 asks = [name for name in asks if name != PEERS]
             elif self._peers is not None and asks:
                 self._peers.route(asked[0].keys, request.source)
@@ -344,16 +356,18 @@ class RemoteFetches:
             if request.probes is None:
                 request.probes = known.probes
             if not all(cache.progress(probe).is_over for probe in request.probes):
-                return _on_their_way(found, ends, set(absent))
+                return _with_in_flight(found, ends, set(absent))
             if self._peers is not None and request.source is not None and self._peers.are_coming(asked[0].keys):
                 request.probes = None
-                request.asks_again = now + max(_ASKS_AGAIN, _LONGER * (now - (request.waiting_since or now)))
-                return _on_their_way(found, ends, set(absent))
+                request.next_probe = now + max(
+                    _PROBE_AGAIN, _PROBE_AGAIN_SHARE * (now - (request.waiting_since or now))
+                )
+                return _with_in_flight(found, ends, set(absent))
             request.fetches_end = True
             names = dict(zip(absent, known.remote_sources.get(0, [""] * len(absent)), strict=True))
-            if request.source is None:  # what a peer has that another request has named
+            if request.source is None:  # from a peer that another request has named
                 names = {key: "" if name == PEERS else name for key, name in names.items()}
-            if request.asks_again:
+            if request.next_probe:
                 self.peer_waits["arrived" if PEERS in names.values() else "gone"] += 1
             if not any(names.values()):
                 return found
@@ -363,12 +377,12 @@ class RemoteFetches:
             request.load_limit = load_limit(self._runtime.gate, ends, tiers, first, now)
             coming = self._fetch(cache, request, ends, {key for key in absent if names[key]}, now, longest)
         request.origins.update((key, names[key]) for key in coming)
-        return _on_their_way(found, ends, coming)
+        return _with_in_flight(found, ends, coming)
 
-    def _worth_asking(
+    def _stores_to_probe(
         self, ends: Mapping[OffloadKey, int], absent: Sequence[OffloadKey], first: OffloadKey
     ) -> list[str]:
-        """The stores to wait for; chunks of the group that vLLM asks for first stand for those of all groups."""
+        """The remote stores to probe; chunks of the group that vLLM looks up first stand for those of all groups."""
         group = first[-GROUP_BYTES:]
         mine = [ends[key] for key in absent if key[-GROUP_BYTES:] == group and ends[key] >= ends[first]]
         tokens = self._groups.tokens[self._groups.of(first)]
@@ -384,9 +398,9 @@ class RemoteFetches:
         now: float,
         longest: float | None,
     ) -> set[OffloadKey]:
-        """Order those chunks that stores have, up to the load limit; which are on their way now."""
+        """Fetch the chunks that stores have, up to the load limit; returns those that are in flight now."""
         keys = list(ends)
-        has = _known(cache, request, keys)
+        has = _keys_in_tiers(cache, request, keys)
         reach, parts = request.load_limit or 0.0, self._groups.split(keys)
         for group, mine in parts:  # a prefix is served as far as each group without a window reaches
             if self._groups.windows[group] is None:
@@ -399,17 +413,17 @@ class RemoteFetches:
             if window is not None:
                 wanted = [key for key in wanted if ends[key] > reach - (window + 1) * tokens and key in there]
             if wanted:
-                cache.prefetch({group: GroupKeys(request.ours(wanted))}, now, timeout=longest)
-        return _known(cache, request, [key for key in keys if key in there])
+                cache.prefetch({group: GroupKeys(request.cache_keys(wanted))}, now, timeout=longest)
+        return _keys_in_tiers(cache, request, [key for key in keys if key in there])
 
 
-def _known(cache: TieredCache, request: RequestState, keys: Sequence[OffloadKey]) -> set[OffloadKey]:
-    """Those of `keys` that a tier has, or that are on their way."""
-    presences = residency(cache, request.ours(keys)).presences
+def _keys_in_tiers(cache: TieredCache, request: RequestState, keys: Sequence[OffloadKey]) -> set[OffloadKey]:
+    """Those of `keys` that a tier has, or that are in flight to one."""
+    presences = residency(cache, request.cache_keys(keys)).presences
     return {key for key, each in zip(keys, presences, strict=True) if each is not Presence.ABSENT}
 
 
-def _on_their_way(
+def _with_in_flight(
     found: Sequence[Presence], ends: Mapping[OffloadKey, int], keys: set[OffloadKey]
 ) -> Sequence[Presence]:
     return [Presence.IN_FLIGHT if key in keys else presence for key, presence in zip(ends, found, strict=True)]

@@ -21,7 +21,7 @@ from vllm_kit import Group, Rig, file_settings, keys_of
 from longshore.boundary import HOST, PEERS, REMOTE
 from longshore.cache import MissReason
 from longshore.engines.vllm import spec
-from longshore.engines.vllm.requests import ours
+from longshore.engines.vllm.requests import cache_keys
 from longshore.keys import Scope
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
@@ -200,11 +200,11 @@ def test_what_was_offered_and_not_stored_is_not_coming(opened: Opener) -> None:
     keys = keys_of(4)
     prefill = one.request("first", keys)
     assert one.lookup(keys, prefill) == [MISS] * 4
-    assert one.manager.is_coming(ours(keys)[0])
+    assert one.manager.is_coming(cache_keys(keys)[0])
     one.store(keys, range(4), prefill)
-    assert not any(map(one.manager.is_coming, ours(keys)))
+    assert not any(map(one.manager.is_coming, cache_keys(keys)))
     one.manager.on_request_finished(prefill)
-    assert not one.manager._computes
+    assert not one.manager._computed_by
 
 
 def test_a_request_that_names_nobody_asks_no_peer(opened: Opener) -> None:
@@ -218,7 +218,7 @@ def test_a_request_that_names_nobody_asks_no_peer(opened: Opener) -> None:
     until(lambda: other.lookup(keys, context)[0] is HIT)
     other.manager.on_request_finished(context)
     with other.manager._runtime.transaction() as cache:
-        assert cache.discard(ours(keys), HOST) == 4
+        assert cache.discard(cache_keys(keys), HOST) == 4
     one.close()
     assert other.lookup(keys, other.request("third", keys)) == [MISS] * 4
 
@@ -301,7 +301,7 @@ def test_engines_of_other_weights_exchange_nothing(
 
 def test_changed_weights_are_stored_under_a_name_that_nobody_has(opened: Opener) -> None:
     one, other = opened(fixed_weights=True), opened()
-    (store,) = one.manager._tiers.stores
+    (store,) = one.manager._tiers.remote_stores
     name = store.namespace
     one.manager.reset_cache()
     assert store.namespace == name
@@ -314,12 +314,12 @@ def test_changed_weights_are_stored_under_a_name_that_nobody_has(opened: Opener)
     assert answered(other, keys, other.request("second", keys)) == [MISS] * 4
     free = opened()
     free.manager.reset_cache()
-    assert free.manager._tiers.stores[0].namespace != name
+    assert free.manager._tiers.remote_stores[0].namespace != name
 
 
 def test_without_known_weights_there_is_no_store(opened: Opener, caplog: pytest.LogCaptureFixture) -> None:
     rig = opened(vllm={"load_config.load_format": "dummy"})
-    assert rig.manager._tiers.stores == ()
+    assert rig.manager._tiers.remote_stores == ()
     assert "remote tiers disabled: weights of load_format dummy" in caplog.text
     stored(rig)
     keys = keys_of(6)
@@ -330,7 +330,7 @@ def test_without_known_weights_there_is_no_store(opened: Opener, caplog: pytest.
 def test_dead_or_stopped_tier_host_holds_nothing_up(opened: Opener, number: signal.Signals) -> None:
     one, other = opened(), opened()
     stored(one)
-    process = other.manager._tiers.stores[0]._supervisor.process
+    process = other.manager._tiers.remote_stores[0]._supervisor.process
     os.kill(process.pid, number)
     keys = keys_of(4)
     context = other.request("second", keys)
@@ -346,7 +346,7 @@ def test_dead_or_stopped_tier_host_holds_nothing_up(opened: Opener, number: sign
 def test_what_host_memory_has_is_never_asked_for(opened: Opener) -> None:
     rig = opened()
     stored(rig)
-    process = rig.manager._tiers.stores[0]._supervisor.process
+    process = rig.manager._tiers.remote_stores[0]._supervisor.process
     os.kill(process.pid, signal.SIGSTOP)
     try:
         keys = keys_of(4)

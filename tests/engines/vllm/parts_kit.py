@@ -32,7 +32,7 @@ class Engine:
 
     def __init__(self, rig: Rig) -> None:
         self.rig, self.manager = rig, rig.manager
-        self.manager.pass_parts(loads=True)
+        self.manager.allow_parts(loads=True)
         spec: Any = rig.specs[0]
         spec.get_manager = lambda: rig.manager
         for worker in rig.workers:
@@ -97,8 +97,8 @@ class Engine:
                 self.unsubmitted[rank].clear()
             for job, each in meta.load_jobs.items():
                 worker.submit_load(job, each.src_spec, each.dst_spec)
-            worker.go_on(parts)
-            worker.engine.wait(list(worker._jobs))
+            worker.submit_parts(parts)
+            worker.engine.wait(list(worker._parts))
             for result in worker.get_finished():
                 counts[result.job_id] += 1
         self.told[rank].clear()
@@ -122,7 +122,7 @@ class Engine:
 
     def compute(self, chunks: int, pieces: int, *, first: int = 1) -> Request:
         """Compute a prompt, so many chunks in a step; its stores, which have a minute to get slots, have not ended."""
-        self.manager._stores._write_timeout = 60.0
+        self.manager._store_jobs._write_timeout = 60.0
         request = self.request(chunks, first=first)
         blocks = self.blocks[request.request_id] = self._allocate(request, 0)
         self.fill(request, 0, 1)
@@ -230,9 +230,9 @@ def settled(engine: Engine) -> None:
     assert engine.manager.flush(10.0)
     assert engine.rig.cache.leases == engine.rig.cache.protected == 0
     assert engine.rig.cache.jobs_in_flight == 0
-    assert not len(engine.manager._loads)
+    assert not len(engine.manager._load_jobs)
     assert not engine.manager._requests
-    assert not engine.manager._stale
+    assert not engine.manager._unreported
     engine.rig.cache.check_integrity()
 
 

@@ -69,7 +69,7 @@ class VllmReplay:
         if hits:
             spec = manager.prepare_load(keys[:hits], request)
             manager.on_schedule_end(_step())
-            self._tiers.reports.loaded(spec.job, 0, good=True)
+            self._tiers.reports.loaded(spec.ticket, 0, good=True)
             manager.complete_load(set(keys[:hits]), request)
         manager.on_schedule_end(_step(request))
         computed = keys if offers_hits else keys[hits:]
@@ -102,7 +102,7 @@ class VllmReplay:
         """Offer `keys`, and store what is taken; whether the manager has decided."""
         offer = self._manager.prepare_store(keys, request) if keys else None
         if offer is not None and offer.keys_to_store:
-            self._tiers.reports.stored(offer.store_spec.job, 0, offer.store_spec.indices, [])
+            self._tiers.reports.stored(offer.store_spec.ticket, 0, offer.store_spec.indices, [])
             self._manager.complete_store(set(offer.keys_to_store), request)
         return not keys or offer is not None
 
@@ -120,10 +120,10 @@ def open_tiers(blocks: int, config: Config, policy: type[EvictionPolicy] | None 
     There is one rank, and one KV cache group of full attention with one block a chunk.
     """
     model = ModelIdentity(windows=(None,))
-    note = EngineMemory(
+    memory = EngineMemory(
         "", "", 4096, (4096,), blocks, (0,), ranks=1, world=1, fingerprint="", device="cpu", model=model
     )
-    cache = make_cache(config, note, None, [SimpleNamespace(tokens_per_block=_TOKENS)], 0, policy)
+    cache = make_cache(config, memory, None, [SimpleNamespace(tokens_per_block=_TOKENS)], 0, policy)
     runtime, reports = Runtime(cache, [], clock=lambda: 0.0), RankReports.make(blocks, 1, 1)
     loop, sleeps = BackgroundLoop(runtime), SleepControl(runtime, reports, blocks, config)
     return SchedulerTiers(runtime, reports, reports.memory, loop, file=None, windows=model.windows, sleeps=sleeps)

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from streams_kit import CHUNKS, HOST_CHUNKS, Engine, finish_load, settled
+from parts_kit import CHUNKS, HOST_CHUNKS, Engine, finish_load, settled
 from vllm.v1.request import RequestStatus
 from vllm_kit import TOKENS
 
@@ -56,10 +56,10 @@ def test_slots_return_when_the_last_rank_has_read_them(engine: Engine) -> None:
     assert engine.begin(request) == CHUNKS
     for _ in range(50):
         engine.step(ranks=(0,))
-        (load,) = engine.manager._loads._loads.values()
+        (load,) = engine.manager._load_jobs._by_request.values()
         assert len(load.parts) > 0, "the second rank has read nothing"
         assert sum(len(part.slots) for part in load.parts) <= HOST_CHUNKS
-    assert load.rest
+    assert load.pending
     engine.take_in(1)
     finish_load(engine, request)
     assert not engine.failed
@@ -153,14 +153,14 @@ def test_tier_host_death_or_hang_between_parts_fails_the_load(engine: Engine, ho
     file = cast(Any, engine.manager._tiers.file)
     request = engine.request(CHUNKS)
     assert engine.begin(request) == CHUNKS
-    (load,) = engine.manager._loads._loads.values()
+    (load,) = engine.manager._load_jobs._by_request.values()
     first = sum(load.lent)
     while sum(load.lent) == first:
         engine.step()
         time.sleep(0.001)
     process, arrived = file._supervisor.process.pid, sum(load.lent)
     os.kill(process, how)
-    assert len(load.rest) > HOST_CHUNKS // 2, "more than has been read ahead"
+    assert len(load.pending) > HOST_CHUNKS // 2, "more than has been read ahead"
     finish_load(engine, request)
     if how is signal.SIGSTOP:
         os.kill(process, signal.SIGCONT)
@@ -191,7 +191,7 @@ def test_only_what_is_worth_reading_is_loaded(engine: Engine, monkeypatch: pytes
 
 
 def test_without_the_connector_as_much_is_loaded_as_fits(engine: Engine) -> None:
-    engine.manager.may_stream = False
+    engine.manager.load_parts_allowed = False
     request = engine.request(CHUNKS)
     give_up = time.monotonic() + 10.0
     while not (found := engine.begin(request)) and time.monotonic() < give_up:
