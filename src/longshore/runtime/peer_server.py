@@ -138,9 +138,9 @@ class TierSource:
                         return {names[key]: (at, Identity(namespace, key, self._bytes)) for key, at in slots}
                     there = [key for key, each in zip(names, seen.presences, strict=True) if each in _THERE]
                     path, now = {0: GroupKeys(there)}, self._runtime.clock()
-                    order = cache.lookup(path, now, independent=True, count=False, request_number=self._request_number)
-                    self._request_number, was_read = order.request_number, True
-                    if (lease := order.lease) is not None:
+                    found = cache.lookup(path, now, independent=True, count=False, request_number=self._request_number)
+                    self._request_number, was_read = found.request_number, True
+                    if (lease := found.lease) is not None:
                         reading.callback(self._release, lease)
                         cache.prefetch(lease, now, policy=PrefetchPolicy.TIMEOUT, timeout=READING)
                 if lease is not None:

@@ -239,20 +239,20 @@ class Stack:
             part, skipped = path._replace(chunks=names[:end], start=first), (first - path.start) * per_chunk
             mine = blocks[skipped : (end - path.start) * per_chunk]
             with runtime.transaction() as cache:
-                order = cache.store(
+                scheduled = cache.store(
                     {0: part},
                     {0: mine},
                     before_eviction=before_eviction,
                     wait_for_room=left > 0,
                     request_number=request_number,
                 )[0]
-                if order.job is not None:
-                    at = [position - first for position in order.positions]
-                    on_job(order.job, [block for i in at for block in mine[i * per_chunk : (i + 1) * per_chunk]])
-            if order.retry:
+                if scheduled.job is not None:
+                    at = [position - first for position in scheduled.positions]
+                    on_job(scheduled.job, [block for i in at for block in mine[i * per_chunk : (i + 1) * per_chunk]])
+            if scheduled.retry:
                 runtime.wait_idle(left, except_to=runtime.remote_tiers)  # a store that hangs makes no room
-            elif order.kept < end or end == len(names):
-                return order.kept
+            elif scheduled.kept < end or end == len(names):
+                return scheduled.kept
             else:
                 first = end
 

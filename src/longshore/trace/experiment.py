@@ -519,13 +519,13 @@ class CacheReplay:
         waits = bool(self._part)
         while first < len(keys):
             blocks = {0: range(first, len(keys))}
-            order = self.cache.store(
+            scheduled = self.cache.store(
                 {0: GroupKeys(keys, first)}, blocks, request_number=request_number, wait_for_room=waits
             )[0]
             ordered = self._move()
-            if not waits or not (order.positions or (order.retry and ordered)):
+            if not waits or not (scheduled.positions or (scheduled.retry and ordered)):
                 break
-            first = order.positions[-1] + 1 if order.positions else first
+            first = scheduled.positions[-1] + 1 if scheduled.positions else first
 
     def _move(self) -> bool:
         """The simulated device: whatever was ordered has succeeded; whether anything was."""

@@ -499,8 +499,8 @@ class Replica:
         if first < len(visit.keys):
             path, blocks = {0: GroupKeys(visit.keys, first)}, {0: range(len(visit.keys) - first)}
             held = self.cache.counters.drops[HOST][DropReason.BACKPRESSURE]
-            order = self.cache.store(path, blocks, request_number=visit.request_number)[0]
-            had = {*order.positions, *order.known}
+            scheduled = self.cache.store(path, blocks, request_number=visit.request_number)[0]
+            had = {*scheduled.positions, *scheduled.known}
             busy = self.cache.counters.drops[HOST][DropReason.BACKPRESSURE] > held
             lacking = [visit.keys[at] for at in range(first, len(visit.keys)) if at not in had]
             self._losses.refused(lacking, Loss.BACKPRESSURE if busy else Loss.NOT_STORED)

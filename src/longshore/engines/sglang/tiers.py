@@ -228,8 +228,8 @@ class PoolTiers:
                         if found.lease is None:
                             break
                         leases.append(found.lease)
-                        order = cache.load(found.lease, {0: [page]}, timeout=timeout)
-                        jobs += [part.job for part in order.jobs]
+                        scheduled = cache.load(found.lease, {0: [page]}, timeout=timeout)
+                        jobs += [part.job for part in scheduled.jobs]
                 for lease in leases:
                     outcome = runtime.wait_load(lease).outcome
                     if outcome is None or not outcome.num_chunks:
