@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import cast
+from typing import Any, cast
 
 from longshore.boundary import (
     DEVICE,
@@ -29,7 +29,7 @@ from longshore.boundary import (
     TransferResult,
 )
 from longshore.cache.adoption import Chunk, adopt
-from longshore.cache.events import Event
+from longshore.cache.events import Announcements, Contents, Event
 from longshore.cache.eviction.hit_rates import ReuseHint, check_reuse_hint
 from longshore.cache.load import Loader, Prefetcher
 from longshore.cache.lookups import Leases, LookupCall, Lookups, check_start
@@ -525,9 +525,10 @@ class TieredCache:
         """Occupancy per tier, warmest first."""
         return self._state.stats()
 
-    def ready(self) -> list[tuple[str, Key]]:
-        """Tier and key of each copy that is ready, for readers that have missed events."""
-        return [(self._state.tier_names[tier], key) for tier, key in self._state.index.ready()]
+    def reconcile(self, announced: Announcements[Any]) -> list[tuple[Key, tuple[str, ...]]]:
+        """One step for a reader that has missed events: see `Announcements.compare`."""
+        state, stores = self._state, {tier.name: tier.announced for tier in self._remote.tiers}
+        return announced.compare(Contents(state.log, state.index, state.tier_names, stores))
 
     def events(self, limit: int | None = None) -> list[Event]:
         """Events since the last call, in order, at most `limit`; the others are returned by the next call.

@@ -56,6 +56,11 @@ class RemoteKeys:
             self._announced = {}
         """Chunks that events say the tier has, those stored or read last at the end."""
 
+    @property
+    def announced(self) -> Collection[Key]:
+        """Chunks that events say the tier has."""
+        return self._announced or ()
+
     def has(self, key: Key) -> bool | None:
         """Whether the tier has `key`, by its last answer; `None` if there is no valid answer."""
         answer = self._known.get(key)
