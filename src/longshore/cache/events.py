@@ -36,7 +36,7 @@ WEIGHTS = "weights"
 """The cause of a reset because weights have changed."""
 
 STEP = 1024
-"""Chunks that tiers had at start, or that are compared after a gap, in one step of the control plane."""
+"""Chunks that are compared in one step of the control plane, after events were missing."""
 
 _PARTS = 256
 
@@ -205,21 +205,19 @@ class EventLog:
     def pull(self, limit: int | None = None) -> list[Event]:
         """The oldest events that nobody has pulled, at most `limit`; before them a `GAP` if some had to be dropped.
 
-        Without a `limit`, those of chunks that tiers had at start are `STEP` at most.
+        Without a `limit`, what tiers had at start is missing, too: it may be millions of chunks.
         """
+        while limit is None and self._recovered:
+            self._missed += len(self._recovered.popleft().chunks)
         events = [Event(0, EventKind.GAP, self.now, length=self._missed)] if self._missed else []
         self._missed = 0
         left = self._last if limit is None else limit
-        left_recovered = left if limit is not None else STEP
         while left > 0 and (self._events or self._recovered):
             until = self._recovered[0].first if self._recovered else self._last + 1
             if self._events and (before := until - self._events[0].number) > 0:  # their numbers have no gaps
                 some = [self._events.popleft() for _ in range(min(left, before, len(self._events)))]
-            elif left_recovered <= 0:
-                break
             else:
-                some, rest = self._recovered.popleft().take(min(left, left_recovered))
-                left_recovered -= len(some)
+                some, rest = self._recovered.popleft().take(left)
                 if rest is not None:
                     self._recovered.appendleft(rest)
             events += some

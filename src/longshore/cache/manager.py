@@ -533,7 +533,7 @@ class TieredCache:
     def events(self, limit: int | None = None) -> list[Event]:
         """Events since the last call, in order, at most `limit`; the others are returned by the next call.
 
-        If more occurred than `CacheSettings.events` are kept, one more event says how many are missing.
+        One more event says how many are missing: those beyond `CacheSettings.events`; chunks recovered without `limit`.
         """
         if limit is not None and limit < 1:
             raise CacheError(f"limit: expected at least 1 event, got {limit}")

@@ -204,7 +204,7 @@ def zero() -> OffloadingConnectorStats:
     return OffloadingMetrics().stats(TieredCache([TierSpec(HOST, 0, 1)])) or OffloadingConnectorStats()
 
 
-EVENTS_LIMIT = 1 << 17
+EVENTS_LIMIT = 1 << 14
 """Events that the cache keeps until vLLM takes them, which it does in each step."""
 
 _MEDIA = {HOST: Medium.CPU, FILE: Medium.STORAGE}
