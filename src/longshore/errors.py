@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
+import threading
 import time
 
 
@@ -134,23 +135,29 @@ class CommandError(LongshoreError):
 
 
 _LOG_SECONDS = 60.0
-_logged: dict[tuple[str, type[BaseException] | None], tuple[float, int]] = {}
-"""By message and type of exception: when it was logged last, and how often it was raised since."""
+_MOST_LOGGED = 256
+_logged: dict[tuple[object, ...], tuple[float, int]] = {}
+"""By message, arguments and type of exception: when it was logged last, and how often it was raised since."""
+_logging = threading.Lock()
 
 
 def log_seldom(log: logging.Logger, message: str, *arguments: object) -> None:
     """Log the exception that is being handled as an error, with its traceback, unless it repeats within a minute.
 
-    The next line says how many were not logged. What counts as a repetition: the same `message`, before `arguments`
-    are filled in, and the same type of exception.
+    The next line says how many were not logged. What counts as a repetition: the same `message`, the same `arguments`
+    except numbers, and the same type of exception. The last 256 of them are known.
     """
-    kind, now = (message, sys.exc_info()[0]), time.monotonic()
-    last, left_out = _logged.get(kind, (-math.inf, 0))
-    if now < last + _LOG_SECONDS:
-        _logged[kind] = last, left_out + 1
-        return
-    _logged[kind] = now, 0
-    log.exception(message + (f" ({left_out} more since the last line like this)" if left_out else ""), *arguments)
+    causes = (str(each) for each in arguments if not isinstance(each, (int, float)))
+    kind, now = (message, *causes, sys.exc_info()[0]), time.monotonic()
+    with _logging:
+        last, left_out = _logged.pop(kind, (-math.inf, 0))
+        is_repeated = now < last + _LOG_SECONDS
+        _logged[kind] = (last, left_out + 1) if is_repeated else (now, 0)
+        if len(_logged) > _MOST_LOGGED:
+            del _logged[next(iter(_logged))]
+    if not is_repeated:
+        more = f" ({left_out} more since the last line like this)" if left_out else ""
+        log.exception(message + more, *arguments)
 
 
 def with_extra(extra: str) -> str:

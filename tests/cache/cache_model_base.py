@@ -35,6 +35,7 @@ from longshore.boundary import (
     Urgency,
 )
 from longshore.cache import Lease, MissReason, Presence, SlotState
+from longshore.cache.events import Announcements
 from longshore.errors import CacheError
 from residents import Resident, residents_of
 
@@ -426,7 +427,12 @@ class Stage:
                     if slot is not None and slot.tier != DEVICE:
                         taken[slot.tier].add(slot)
         copies = [(tier, each) for (each, tier), r in self.resident.items() if r.state is SlotState.READY]
-        assert sorted(self.cache.ready()) == sorted(copies)
+        announced: Announcements[None] = Announcements()
+        announced.restart()
+        held = set[tuple[str, Key]]()
+        while not announced.is_current:
+            held |= {(tier, each) for each, tiers in self.cache.reconcile(announced) for tier in tiers}
+        assert held == {*copies}
         ready = Counter(tier for tier, _ in copies)
         for stats in self.cache.stats():
             slots, theirs = len(self.setup.indices(self.sizes[stats.name])), taken[stats.name]

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from cache_kit import IMAGE_BYTES, chunks, key, lookup, path_of, store
+from cache_kit import IMAGE_BYTES, chunks, key, lookup, parent, path_of, store
 from group_kit import end, orders, settle
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from event_file import write_events
-from longshore.boundary import FILE, HOST, Status, StoredChunk, TransferResult
-from longshore.cache import CacheSettings, Event, EventKind, TieredCache, TierSpec, Verdict, WritePolicy, explain
+from longshore.boundary import FILE, HOST, REMOTE, Key, Status, StoredChunk, TransferResult
+from longshore.cache import (
+    CacheSettings,
+    Event,
+    EventKind,
+    SlotState,
+    TieredCache,
+    TierSpec,
+    Verdict,
+    WritePolicy,
+    explain,
+)
+from longshore.cache import events as log
+from longshore.cache.events import Announcements, Change
 from longshore.cache.eviction import LRU
 from longshore.cache.explain import read_events, requests
 from longshore.errors import CacheError, TraceError
@@ -126,7 +141,7 @@ def test_a_restart_over_many_chunks_loses_no_event() -> None:
 
 def test_chunks_of_two_tiers_at_start_are_told_twice() -> None:
     cache, found = recovered(5, events=100, known=2)
-    told = [(each.kind, each.key, each.tier, each.source) for each in cache.events()]
+    told = [(each.kind, each.key, each.tier, each.source) for each in cache.events(100)]
     names = [each.key for each in found]
     assert sorted(told[:2], key=str) == sorted([(EventKind.STORED, name, HOST, "") for name in names[:2]], key=str)
     assert {*told[2:]} == {
@@ -143,6 +158,128 @@ def test_what_was_recovered_is_missing_where_a_later_event_is() -> None:
     gap, *rest = cache.events()
     assert (gap.kind, gap.length) == (EventKind.GAP, 6 + 3)
     assert [each.number for each in rest] == [14, 15, 16]
+
+
+def test_without_a_limit_what_was_recovered_is_missing() -> None:
+    cache, _ = recovered(10, events=100)
+    put(cache, "a")
+    gap, *rest = cache.events()
+    assert (gap.kind, gap.length) == (EventKind.GAP, 10)
+    assert said(rest) == [("ordered", "a", HOST), ("stored", "a", HOST)]
+    assert cache.events(5) == []
+
+
+def test_a_step_compares_a_bounded_number_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "STEP", 16)
+    cache, found = recovered(100, events=100)
+    announced: Announcements[int] = Announcements()
+    for number, each in enumerate(found):
+        announced.name(each.key, number)
+    changes = [change for event in cache.events() for change in announced.changes(event)]
+    steps = []
+    while not announced.is_current:
+        steps.append(cache.reconcile(announced))
+        changes += announced.settle(steps[-1])
+    assert max(map(len, steps)) <= 16
+    assert sorted(change.name for change in changes) == [*range(100)]
+    assert cache.reconcile(announced) == []
+
+
+class Router(RuleBasedStateMachine):
+    """A router is told what a cache holds, while chunks come and go, events are lost, and each step compares a few."""
+
+    names = st.sampled_from(["a", "ab", "abc", "abd", "b", "bc", "x", "xy", "xyz", "k", "l", "m"])
+
+    def __init__(self) -> None:
+        super().__init__()
+        tiers = [TierSpec(HOST, 4, IMAGE_BYTES, LRU), TierSpec(FILE, 9, IMAGE_BYTES, LRU, outlives=True)]
+        settings = CacheSettings(events=12, backup=WritePolicy.THROUGH, remote_events=True)
+        self.cache = TieredCache(tiers, settings, remote=[REMOTE])
+        self.announced: Announcements[str] = Announcements()
+        self.described = dict[Key, str]()
+        self.known = set[tuple[str, str]]()
+        """What the router knows: tier and name."""
+
+    @initialize(count=st.integers(0, 9))
+    def recover(self, count: int) -> None:
+        paths = ["a", "ab", "abc", "b", "bc", "k", "l", "m", "x"][:count]
+        self.cache.adopt(FILE, [StoredChunk(at, key(path), parent(key(path))) for at, path in enumerate(paths)])
+
+    def tell(self, changes: Iterable[Change[str]]) -> None:
+        for change in changes:
+            copy = change.tier, change.name
+            assert (copy in self.known) == change.removed, f"{change} is told twice"
+            self.known ^= {copy}
+
+    @rule(path=names, is_described=st.booleans())
+    def store(self, path: str, is_described: bool) -> None:
+        if is_described:
+            self.described.update((each, path_of(each)) for each in chunks(path))
+        put(self.cache, path)
+
+    @rule(path=names)
+    def describe(self, path: str) -> None:
+        self.described[key(path)] = path
+        if self.announced.has(key(path)):
+            self.tell(self.announced.name(key(path), path))
+
+    @rule(path=names, tier=st.sampled_from([HOST, FILE]))
+    def discard(self, path: str, tier: str) -> None:
+        self.cache.discard([key(path)], tier)
+
+    @rule(path=names)
+    def lapse(self, path: str) -> None:
+        self.cache._remote.tiers[0].withdraw(key(path), "not_found")
+
+    @rule(keep=st.sampled_from([(), (FILE,)]))
+    def reset(self, keep: tuple[str, ...]) -> None:
+        self.cache.reset(keep=keep)
+        settle(self.cache)
+
+    @rule()
+    def drop(self) -> None:
+        """Another has said that all blocks are cleared."""
+        self.known.clear()
+        self.announced.restart(dropped=True)
+
+    @rule(limit=st.sampled_from([None, 1, 4, 30]), is_cleared=st.booleans(), step=st.sampled_from([1, 2, 3, 7]))
+    def read(self, limit: int | None, is_cleared: bool, step: int) -> None:
+        """One step of a reader. A reset is told as such, or not."""
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(log, "STEP", step)
+            events = self.cache.events(limit)
+            compared = self.cache.reconcile(self.announced)
+        assert len(compared) <= step
+        for event in events:
+            if event.kind is EventKind.RESET and is_cleared:
+                self.drop()
+            if event.kind in (EventKind.STORED, EventKind.MOVED, EventKind.SHARED):
+                self.name(event.key)
+            self.tell(self.announced.changes(event))
+        for each, tiers in compared:
+            self.name(each if tiers else None)
+        self.tell(self.announced.settle(compared))
+        if self.announced.is_current and not self.cache._state.log.has_events:
+            self.check()
+
+    def name(self, of: Key | None) -> None:
+        if of in self.described:
+            self.announced.name(of, self.described[of])
+
+    def check(self) -> None:
+        held = {(each.slot.tier, each.key) for each in residents_of(self.cache) if each.state is SlotState.READY}
+        held |= {(REMOTE, each) for each in self.cache._remote.tiers[0].announced}
+        assert self.known == {(tier, self.described[each]) for tier, each in held if each in self.described}
+        assert self.announced.names.keys() <= {each for _, each in held}
+
+    def teardown(self) -> None:
+        self.read(None, True, 7)
+        while not self.announced.is_current:
+            self.read(None, True, 7)
+        self.check()
+
+
+TestRouter = Router.TestCase
 
 
 def test_nothing_is_recorded_unless_asked_for() -> None:

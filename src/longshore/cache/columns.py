@@ -329,9 +329,9 @@ class KeyTable:
         found: npt.NDArray[np.bool_] = i32_view(self._before)[at] != 0
         return found
 
-    def nodes(self) -> I32:
-        """All nodes with a key, ascending."""
-        return np.flatnonzero(i32_view(self._before)).astype(np.int32)
+    def nodes(self, begin: int = 0, end: int | None = None) -> I32:
+        """The nodes from `begin` to before `end` that have a key, all by default, ascending."""
+        return (np.flatnonzero(i32_view(self._before)[begin:end]) + begin).astype(np.int32)
 
     def get(self, key: Key) -> int:
         """The node of `key`; 0 for none. Raises `CacheError` if it is not bytes."""

@@ -6,18 +6,23 @@
     request: keys that a lookup requested and found ──► loaded: those that arrived on the device
 
 Nothing is recorded without a limit. A reader that is too slow gets a `GAP` in place of the oldest events, with their
-number; what is there then is told by `TieredCache.ready`.
+number; what is there then is found step by step, by `TieredCache.reconcile`.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from operator import itemgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import numpy as np
+
 from longshore.boundary import Key, StoredChunks
+from longshore.cache.columns import LISTS, as_i32
 from longshore.cache.counters import MissReason
 from longshore.cache.nodes import Nodes
 from longshore.errors import TraceError
@@ -30,6 +35,11 @@ RESET = "reset"
 
 WEIGHTS = "weights"
 """The cause of a reset because weights have changed."""
+
+STEP = 1024
+"""Chunks that are compared in one step of the control plane, after events were missing."""
+
+_PARTS = 256
 
 
 class EventKind(enum.Enum):
@@ -188,8 +198,18 @@ class EventLog:
             if length < len(keys):
                 causes = iter(())
 
+    @property
+    def has_events(self) -> bool:
+        """Whether there are events that nobody has pulled."""
+        return bool(self._events or self._recovered or self._missed)
+
     def pull(self, limit: int | None = None) -> list[Event]:
-        """The oldest events that nobody has pulled, at most `limit`; before them a `GAP` if some had to be dropped."""
+        """The oldest events that nobody has pulled, at most `limit`; before them a `GAP` if some had to be dropped.
+
+        Without a `limit`, what tiers had at start is missing, too: it may be millions of chunks.
+        """
+        while limit is None and self._recovered:
+            self._missed += len(self._recovered.popleft().chunks)
         events = [Event(0, EventKind.GAP, self.now, length=self._missed)] if self._missed else []
         self._missed = 0
         left = self._last if limit is None else limit
@@ -218,32 +238,79 @@ class Change(NamedTuple, Generic[N]):
     name: N
 
 
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a cache holds now, for readers that have missed events."""
+
+    log: EventLog
+    index: Nodes
+    tiers: Sequence[str]
+    """Names of the tiers of `index`, warmest first."""
+    stores: Mapping[str, Collection[Key]]
+    """The chunks of which events say that they are in remote tiers, by tier."""
+
+    def keys(self) -> Iterator[Key]:
+        """The keys of all chunks. The cache may change meanwhile: what it holds all the time is among them."""
+        index, begin = self.index, LISTS
+        while begin < index.size:
+            yield from index.key[index.key.nodes(begin, begin + STEP)].tolist()
+            begin += STEP
+        for keys in self.stores.values():
+            yield from list(keys)
+
+    def tiers_of(self, keys: Sequence[Key]) -> list[tuple[str, ...]]:
+        """The tiers that have a copy of each of `keys` that is ready, and the remote ones that events tell of."""
+        nodes = as_i32(self.index.find(keys))
+        held = [self.index.are_ready(nodes, tier) for tier in self.index.tiers]
+        held += [np.fromiter((key in stored for key in keys), bool, len(keys)) for stored in self.stores.values()]
+        names = (*self.tiers, *self.stores)
+        codes = np.bitwise_or.reduce([each.astype(np.int64) << at for at, each in enumerate(held)]).tolist()
+        tiers = {code: tuple(name for at, name in enumerate(names) if code >> at & 1) for code in {*codes}}
+        return [tiers[code] for code in codes]
+
+
 class Announcements(Generic[N]):
-    """Which tiers have which of the chunks that have a name outside.
+    """Which copies of chunks routers were told of, and the names by which they know chunks.
 
     A name is kept for as long as a tier has its chunk. Nothing is told of chunks without one.
+
+    Where events do not say what routers have to be told, it is found step by step: after a `GAP`, after a `RESET` of
+    which nobody tells routers, and when routers have dropped all they knew. Each step compares `STEP` chunks with what
+    the cache holds at that moment, when all events have been read. Events go on meanwhile, and keep what was compared
+    up to date: a chunk that is not reached yet is compared later.
+
+        restart ──► chunks that routers dropped ──► chunks that routers know ──► chunks of the cache ──► done
+           ▲                                                                            │
+           └───────────────────────── another `GAP`, `RESET` or drop ───────────────────┘
     """
 
     def __init__(self) -> None:
         self.names: dict[Key, N] = {}
-        self._copies: dict[Key, int] = {}
-        """Which tiers have a chunk, a bit for each of `_tiers`: a set would take 200 bytes."""
+        self._copies: list[dict[Key, int]] = [{} for _ in range(_PARTS)]
+        """Which tiers have a chunk, a bit for each of `_tiers`: a set would take 200 bytes. In parts by hash: each is
+        small enough to be listed, or to grow, in one step."""
+        self._dropped: list[dict[Key, int]] = []
+        """Parts that routers have dropped: what is not held any more loses its name."""
         self._tiers: list[str] = []
+        self.is_current = True
+        """Whether routers know what the events read so far amount to."""
+        self._walk: Iterator[Key] | None = None
 
     def has(self, key: Key) -> bool:
         """Whether a tier has `key`."""
-        return key in self._copies
+        return self._part(key).get(key, 0) > 0
 
     def name(self, key: Key, name: N) -> list[Change[N]]:
         """`key` is known as `name` from now on; what is to be told of copies that tiers had before."""
         is_new, self.names[key] = key not in self.names, name
-        return [Change(tier, False, key, name) for tier in self._having(key)] if is_new else []
+        copies = self._part(key).setdefault(key, 0)
+        return [Change(tier, False, key, name) for tier in self._tiers_of(copies)] if is_new else []
 
     def changes(self, event: Event) -> list[Change[N]]:
-        """What `event` means for routers. A reset removes everything."""
+        """What `event` means for routers, as far as it says."""
         key = event.key
-        if event.kind is EventKind.RESET:
-            return self.clear()
+        if event.kind in (EventKind.RESET, EventKind.GAP):
+            self.restart()
         if key is None:
             return []
         if event.kind in (EventKind.STORED, EventKind.MOVED, EventKind.SHARED):
@@ -252,45 +319,70 @@ class Announcements(Generic[N]):
             return self._remove(key, event.tier)
         return []
 
-    def again(self) -> list[Change[N]]:
-        """All that was announced, for routers that have dropped it."""
-        named = [(key, tier) for key in self._copies if key in self.names for tier in self._having(key)]
-        return [Change(tier, False, key, self.names[key]) for key, tier in sorted(named, key=itemgetter(1))]
+    def restart(self, *, dropped: bool = False) -> None:
+        """Compare all chunks with what the cache holds: events do not say what changed, or routers `dropped` all."""
+        self.is_current, self._walk = False, None
+        if dropped:
+            self._dropped += [part for part in self._copies if part]
+            self._copies = [{} for _ in range(_PARTS)]
 
-    def reconcile(self, ready: Iterable[tuple[str, Key]]) -> list[Change[N]]:
-        """Events are missing, and these copies are `TieredCache.ready`: what has changed.
+    def compare(self, contents: Contents) -> list[tuple[Key, tuple[str, ...]]]:
+        """The next `STEP` chunks to compare, and the tiers that have them, for `settle`. Empty while events wait."""
+        if self.is_current or contents.log.has_events:
+            return []
+        if self._walk is None:
+            self._walk = self._keys(contents)
+        keys = list(islice(self._walk, STEP))
+        if len(keys) < STEP:
+            self.is_current, self._walk = True, None
+        return list(zip(keys, contents.tiers_of(keys), strict=True))
 
-        Copies in stores are withdrawn.
-        """
-        there = {(key, tier): None for tier, key in ready}
-        known = {(key, tier): None for key in self._copies for tier in self._having(key)}
-        changes = [change for key, tier in known if (key, tier) not in there for change in self._remove(key, tier)]
-        return changes + [change for key, tier in there if (key, tier) not in known for change in self._add(key, tier)]
+    def settle(self, compared: Iterable[tuple[Key, tuple[str, ...]]]) -> list[Change[N]]:
+        """What is to be told of chunks that were `compared`, once all events before that were."""
+        changes: list[Change[N]] = []
+        for key, tiers in compared:
+            copies, held = self._part(key).get(key, 0), self._bits(tiers)
+            if copies != held:  # what is new first: the last copy takes the name along
+                changes += [change for tier in tiers for change in self._add(key, tier)]
+                changes += [change for tier in self._tiers_of(copies & ~held) for change in self._remove(key, tier)]
+            if not held:
+                self._part(key).pop(key, None)
+                self.names.pop(key, None)
+        return sorted(changes, key=itemgetter(0, 1))
 
-    def clear(self) -> list[Change[N]]:
-        """Forget everything, names included; the removals of what was announced."""
-        known = [(key, tier) for key in self._copies for tier in self._having(key)]
-        removals = [change for key, tier in known for change in self._remove(key, tier)]
-        self.names.clear()
-        return removals
+    # ------------------------------------------------------------------ inside
+
+    def _keys(self, contents: Contents) -> Iterator[Key]:
+        """The chunks to compare."""
+        while self._dropped:
+            yield from list(self._dropped[-1])
+            self._dropped.pop()
+        for part in self._copies:
+            yield from list(part)
+        yield from contents.keys()
+
+    def _part(self, key: Key) -> dict[Key, int]:
+        return self._copies[hash(key) >> 40 & _PARTS - 1]  # not the bits by which the part finds it
 
     def _add(self, key: Key, tier: str) -> list[Change[N]]:
-        copies, bit = self._copies.get(key, 0), self._bit(tier)
+        part, bit = self._part(key), self._bit(tier)
+        copies = part.get(key, 0)
         if copies & bit:  # routers may count: nothing is told twice
             return []
-        self._copies[key] = copies | bit
+        part[key] = copies | bit
         return [Change(tier, False, key, self.names[key])] if key in self.names else []
 
     def _remove(self, key: Key, tier: str) -> list[Change[N]]:
-        copies, bit = self._copies.get(key, 0), self._bit(tier)
+        part, bit = self._part(key), self._bit(tier)
+        copies = part.get(key, 0)
         if not copies & bit:
             return []
         changes = [Change(tier, True, key, self.names[key])] if key in self.names else []
         if copies == bit:
-            del self._copies[key]
+            del part[key]
             self.names.pop(key, None)
         else:
-            self._copies[key] = copies & ~bit
+            part[key] = copies & ~bit
         return changes
 
     def _bit(self, tier: str) -> int:
@@ -298,7 +390,9 @@ class Announcements(Generic[N]):
             self._tiers.append(tier)
         return 1 << self._tiers.index(tier)
 
-    def _having(self, key: Key) -> list[str]:
-        """The tiers that have `key`, in alphabetical order."""
-        copies = self._copies.get(key, 0)
-        return sorted(tier for at, tier in enumerate(self._tiers) if copies >> at & 1)
+    def _bits(self, tiers: Iterable[str]) -> int:
+        return sum(map(self._bit, tiers))
+
+    def _tiers_of(self, copies: int) -> list[str]:
+        """The tiers whose bits `copies` has."""
+        return [tier for at, tier in enumerate(self._tiers) if copies >> at & 1]

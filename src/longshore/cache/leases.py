@@ -98,7 +98,7 @@ class Leases:
     ) -> Lease:
         """A new lease on `parts`, whose nodes are pinned."""
         self._records[identity] = LeaseRecord(
-            parts, request, self._state.current_request_number, is_multi_group=is_multi_group
+            parts, request, self._state.current_request, is_multi_group=is_multi_group
         )
         return Lease(identity)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import cast
+from typing import Any, cast
 
 from longshore.boundary import (
     DEVICE,
@@ -30,21 +30,14 @@ from longshore.boundary import (
 )
 from longshore.cache.adoption import Chunk, adopt
 from longshore.cache.counters import Counters, MissReason, TierStats
-from longshore.cache.events import Event
+from longshore.cache.events import Announcements, Contents, Event
 from longshore.cache.eviction.hit_rates import ReuseHint, check_reuse_hint
 from longshore.cache.leases import Leases
 from longshore.cache.load import Loader, Prefetcher
 from longshore.cache.lookups import LookupCall, Lookups, check_start
 from longshore.cache.offload import Offloader
 from longshore.cache.remote import RemoteTiers
-from longshore.cache.settings import (
-    CacheSettings,
-    DeviceBlocks,
-    PrefetchPolicy,
-    TierSpec,
-    check_retention,
-    seconds,
-)
+from longshore.cache.settings import CacheSettings, DeviceBlocks, PrefetchPolicy, TierSpec, check_retention, seconds
 from longshore.cache.state import CacheState, Level
 from longshore.cache.transfers import Load, Transfers
 from longshore.cache.types import (
@@ -533,14 +526,15 @@ class TieredCache:
         """Occupancy per tier, warmest first."""
         return self._state.stats()
 
-    def ready(self) -> list[tuple[str, Key]]:
-        """Tier and key of each copy that is ready, for readers that have missed events."""
-        return [(self._state.tier_names[tier], key) for tier, key in self._state.index.ready()]
+    def reconcile(self, announced: Announcements[Any]) -> list[tuple[Key, tuple[str, ...]]]:
+        """One step for a reader that has missed events: see `Announcements.compare`."""
+        state, stores = self._state, {tier.name: tier.announced for tier in self._remote.tiers}
+        return announced.compare(Contents(state.log, state.index, state.tier_names, stores))
 
     def events(self, limit: int | None = None) -> list[Event]:
         """Events since the last call, in order, at most `limit`; the others are returned by the next call.
 
-        If more occurred than `CacheSettings.events` are kept, one more event says how many are missing.
+        One more event says how many are missing: those beyond `CacheSettings.events`; chunks recovered without `limit`.
         """
         if limit is not None and limit < 1:
             raise CacheError(f"limit: expected at least 1 event, got {limit}")

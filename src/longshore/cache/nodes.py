@@ -251,12 +251,6 @@ class Nodes:
         """All nodes, ascending; int32."""
         return self.key.nodes()
 
-    def ready(self) -> list[tuple[int, Key]]:
-        """Tier and key of each copy that is ready."""
-        nodes = self.all_nodes()
-        ready = {tier: self.key[nodes[self.are_ready(nodes, tier)]] for tier in self.tiers}
-        return [(tier, key) for tier, keys in ready.items() for key in keys.tolist()]
-
     def parent_keys(self, nodes: Sequence[int]) -> list[Key | None]:
         """The parent key of each of `nodes`, also if no tier has it; `None` for first chunks."""
         above = i32_view(self.parent)[as_i32(nodes)]

@@ -56,6 +56,11 @@ class RemoteKeys:
             self._announced = {}
         """Chunks that events say the tier has, those stored or read last at the end."""
 
+    @property
+    def announced(self) -> Collection[Key]:
+        """Chunks that events say the tier has."""
+        return self._announced or ()
+
     def has(self, key: Key) -> bool | None:
         """Whether the tier has `key`, by its last answer; `None` if there is no valid answer."""
         answer = self._known.get(key)
@@ -112,7 +117,7 @@ class RemoteKeys:
         """`key` was stored in the tier, or read from it."""
         self.learn(key, present=True)
         if key in self._sent:
-            self._sent[key] = self._transfers.state.last_request_number
+            self._sent[key] = self._transfers.state.last_request
         if key in self._asked:
             self._probes[self._asked[key]].overtaken.add(key)
         if self._announced is not None and key in self._announced:
@@ -173,7 +178,7 @@ class RemoteKeys:
         since = self._sent.get(key)
         if not since:
             return
-        age = self._transfers.state.last_request_number - since
+        age = self._transfers.state.last_request - since
         if not present:
             self.keeps = age if self.keeps is None else min(self.keeps, age)
         elif self.keeps is not None:

@@ -89,7 +89,7 @@ class CacheState:
         self.log.hidden = settings.self_test_key
         self._token_width = settings.token_width
         self.reuse_hints = ReuseHints()
-        self.last_request_number = self.current_request_number = 0
+        self.last_request = self.current_request = 0
         """The number of the last request that began, and that of the request that uses are counted for."""
         self.changes = 0
         """Increases with each change that may make a copy evictable, allow a copy down, or free slots."""
@@ -112,10 +112,10 @@ class CacheState:
         """Nodes whose copies in the warmest tier are pinned, for a prefetch that lacks room."""
         self.grow()
         for policy in self.policies:
-            policy.begin(self.last_request_number)
+            policy.begin(self.last_request)
 
     def _current_request(self) -> tuple[int, int]:
-        return self.current_request_number, self.reuse_hints.of(self.current_request_number)
+        return self.current_request, self.reuse_hints.of(self.current_request)
 
     def ranked_slots(self, tier: int) -> int:
         """The slots of all chunks that the policy of `tier` ranks."""
@@ -444,27 +444,27 @@ class CacheState:
 
         `reuse_hint` is the hint about when its chunks are used again.
         """
-        self.last_request_number = self.current_request_number = self.last_request_number + 1
+        self.last_request = self.current_request = self.last_request + 1
         last = self.index.get(keys[known - 1]) if known else ROOT
-        hint = self.reuse_hints.begin(self.last_request_number, self.log.now, reuse_hint)
+        hint = self.reuse_hints.begin(self.last_request, self.log.now, reuse_hint)
         for policy in self.policies:
-            policy.begin(self.last_request_number, len(keys), last, keys[known:], hint)
-        return self.last_request_number
+            policy.begin(self.last_request, len(keys), last, keys[known:], hint)
+        return self.last_request
 
     def check_request_number(self, request_number: int | None) -> None:
         """Raise `CacheError` for a number that no lookup returned."""
         if request_number is not None and not (
-            isinstance(request_number, int) and 0 < request_number <= self.last_request_number
+            isinstance(request_number, int) and 0 < request_number <= self.last_request
         ):
             raise CacheError(
-                f"request_number: expected 1 to {self.last_request_number}, as lookups say, got {request_number!r}"
+                f"request_number: expected 1 to {self.last_request}, as lookups say, got {request_number!r}"
             )
 
     def set_request(self, request_number: int | None) -> None:
         """Count the following uses for the request of this number; for `None`, for the last one that began."""
-        request_number = self.last_request_number if request_number is None else request_number
-        if request_number != self.current_request_number:
-            self.current_request_number = request_number
+        request_number = self.last_request if request_number is None else request_number
+        if request_number != self.current_request:
+            self.current_request = request_number
             for policy in self.policies:
                 policy.begin(request_number, hint=self.reuse_hints.of(request_number))
 

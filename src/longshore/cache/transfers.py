@@ -432,7 +432,7 @@ class Transfers:
         if writing:
             self.writing[remote if destination is None else destination.tier] += len(keys)
         record = self.jobs[job] = Job(
-            transfer, source, destination, load, commanded=command, request_number=self.state.current_request_number
+            transfer, source, destination, load, commanded=command, request_number=self.state.current_request
         )
         if destination is not None and self.state.log.on:
             self.state.log.record(EventKind.ORDERED, keys, tier=self._name(destination.tier))

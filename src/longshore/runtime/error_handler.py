@@ -39,7 +39,7 @@ from longshore.errors import (
 _log = logging.getLogger(__name__)
 _KEPT = 512
 _KEPT_BYTES = 16 << 20
-_READ_ONLY = frozenset({"stats", "ready", "check_integrity", "progress"})
+_READ_ONLY = frozenset({"stats", "reconcile", "check_integrity", "progress"})
 LOOPS_OWN = frozenset({"apply_results", "take_commands", "end_step", "back_up_all", "reset", "check_integrity"})
 """Methods whose every exception is a fault."""
 

@@ -96,7 +96,8 @@ class KVEventPublisher:
         self._clock = clock
         self._topic = topic.encode()
         self._chunk_tokens = chunk_tokens
-        self._announced: Announcements[_Block] = Announcements()
+        self.announced: Announcements[_Block] = Announcements()
+        """What subscribers were told."""
         self._described: deque[tuple[Key, _Block]] = deque()
         self._pending: set[Key] = set()
         """The keys in `_described`: a request that waits is described again and again."""
@@ -131,26 +132,25 @@ class KVEventPublisher:
                 mine = tokens[(at - first) * size : (at - first + 1) * size]
                 self._described.append((key, _packed(keys[at - 1] if at else None, mine)))
 
-    def publish(self, events: Iterable[Event], ready: Iterable[tuple[str, Key]] = ()) -> None:
+    def publish(self, events: Iterable[Event], compared: Iterable[tuple[Key, tuple[str, ...]]] = ()) -> None:
         """Publish what `events` mean as one batch; nothing if they mean nothing.
 
-        If one of them says that events are missing, `ready` is what `TieredCache.ready` returns.
+        After events were missing, so does what was `compared` by `TieredCache.reconcile` when they were pulled.
         """
         told: list[dict[str, Any]] = []
         changes = self._take_described()
         for event in events:
             if event.kind is EventKind.RESET:
-                self._announced.clear()
+                self.announced.restart(dropped=True)
                 changes, told = [], [CLEARED]
-            elif event.kind is EventKind.GAP:
-                here = list(ready)
-                for _, key in here:
-                    self._name(key)
-                changes += self._announced.reconcile(here)
             else:
                 if event.kind in (EventKind.STORED, EventKind.MOVED, EventKind.SHARED):
                     self._name(event.key)
-                changes += self._announced.changes(event)
+                changes += self.announced.changes(event)
+        compared = list(compared)
+        for key, tiers in compared:
+            self._name(key if tiers else None)
+        changes += self.announced.settle(compared)
         for (tier, removed), run in groupby(changes, key=lambda each: each[:2]):
             some = list(run)
             told += [self._removed(tier, some)] if removed else [self._stored(tier, each) for each in _paths(some)]
@@ -202,8 +202,8 @@ class KVEventPublisher:
         changes: list[Change[_Block]] = []
         while self._described:
             key, block = self._described.popleft()
-            if self._announced.has(key):
-                changes += self._announced.name(key, block)
+            if self.announced.has(key):
+                changes += self.announced.name(key, block)
             self._lately[key] = block
             self._pending.discard(key)
             if len(self._lately) > _DESCRIBED:
@@ -212,7 +212,7 @@ class KVEventPublisher:
 
     def _name(self, key: Key | None) -> None:
         if key is not None and key in self._lately:
-            self._announced.name(key, self._lately[key])
+            self.announced.name(key, self._lately[key])
 
     def _stored(self, tier: str, path: Sequence[Change[_Block]]) -> dict[str, Any]:
         tokens = array("I")

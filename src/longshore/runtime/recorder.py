@@ -90,10 +90,9 @@ class EventRecorder:
         """Write the next batch; returns whether there may be more."""
         with self._runtime.locked() as cache:
             events = cache.events(BATCH)
-            is_missing = bool(events) and events[0].kind is EventKind.GAP
-            ready = cache.ready() if is_missing and self.publisher is not None else ()
+            compared = cache.reconcile(self.publisher.announced) if self.publisher is not None else ()
         if self.publisher is not None:
-            self.publisher.publish(events, ready)
+            self.publisher.publish(events, compared)
             self.publisher.serve_replays()
         self.missed += sum(event.length for event in events if event.kind is EventKind.GAP)
         self._write(events)

@@ -27,6 +27,7 @@ from longshore.engines.vllm import tiers as tiers_module
 from longshore.errors import ConfigError, RegistrationError
 from longshore.runtime import stack
 from longshore.tiers.remote.format import address
+from residents import residents_of
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
 KEYS, BLOCKS = keys_of(3), [1, 2, 3]
@@ -249,7 +250,7 @@ def test_sleep_drops_a_peer_that_does_not_read(rigs: Rigs, tmp_path: Path, caplo
     assert rig.manager.flush(30.0)
     server = rig.manager.peer_server
     with rig.manager._runtime.locked() as cache:
-        key = next(key for tier, key in cache.ready() if tier == HOST)
+        key = next(each.key for each in residents_of(cache) if each.slot.tier == HOST)
     name = address(rig.manager._tiers.peers.namespace, key)
     wants = b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(name), name)
     with socket.create_connection(("127.0.0.1", port)) as client:

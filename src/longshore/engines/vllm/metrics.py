@@ -204,7 +204,7 @@ def zero() -> OffloadingConnectorStats:
     return OffloadingMetrics().stats(TieredCache([TierSpec(HOST, 0, 1)])) or OffloadingConnectorStats()
 
 
-EVENTS_LIMIT = 1 << 17
+EVENTS_LIMIT = 1 << 14
 """Events that the cache keeps until vLLM takes them, which it does in each step."""
 
 _MEDIA = {HOST: Medium.CPU, FILE: Medium.STORAGE}
@@ -215,12 +215,15 @@ class EventTranslator:
 
     def __init__(self) -> None:
         self._announced: Announcements[OffloadKey] = Announcements()
+        self._named: list[Change[OffloadKey]] = []
+        """What is to be told of copies that tiers had before their chunks had a name."""
         self.were_cleared = False
         """Whether vLLM has said that all blocks are cleared: routers drop what the tiers have as well."""
 
     def name(self, theirs: Sequence[OffloadKey], ours: Sequence[Key]) -> None:
         """Remember vLLM's keys of these chunks."""
-        self._announced.names.update(zip(ours, theirs, strict=True))
+        for key, name in zip(ours, theirs, strict=True):
+            self._named += self._announced.name(key, name)
 
     def translate(self, cache: TieredCache) -> Iterator[OffloadingEvent]:
         """vLLM's KV events of the events of `cache` since the last call, in order.
@@ -234,18 +237,15 @@ class EventTranslator:
             medium, owner = _MEDIA.get(tier, Medium.STORAGE), None if is_own else tier
             yield OffloadingEvent(keys, medium, removed, where, owner, removal_expected=True)
 
-    def _changes(self, cache: TieredCache) -> Iterable[Change[OffloadKey]]:
-        changes = list(self._of_events(cache))
-        if not self.were_cleared:
-            return changes
-        self.were_cleared = False
-        return self._announced.again()
-
-    def _of_events(self, cache: TieredCache) -> Iterator[Change[OffloadKey]]:
+    def _changes(self, cache: TieredCache) -> Iterator[Change[OffloadKey]]:
+        named, self._named = self._named, []
+        if self.were_cleared:
+            self.were_cleared, named = False, []
+            self._announced.restart(dropped=True)
+        yield from named
         for event in cache.events():
-            if event.kind is EventKind.GAP:
-                yield from self._announced.reconcile(cache.ready())
-            elif event.kind is EventKind.RESET and event.cause != WEIGHTS:
-                self._announced.clear()  # vLLM says so itself: all blocks are cleared
+            if event.kind is EventKind.RESET and event.cause != WEIGHTS:
+                self._announced.restart(dropped=True)  # vLLM says so itself: all blocks are cleared
             else:
                 yield from self._announced.changes(event)
+        yield from self._announced.settle(cache.reconcile(self._announced))
