@@ -451,22 +451,18 @@ class CacheState:
             policy.begin(self.last_request, len(keys), last, keys[known:], hint)
         return self.last_request
 
-    def check_request_number(self, request_number: int | None) -> None:
+    def check_request_number(self, number: int | None) -> None:
         """Raise `CacheError` for a number that no lookup returned."""
-        if request_number is not None and not (
-            isinstance(request_number, int) and 0 < request_number <= self.last_request
-        ):
-            raise CacheError(
-                f"request_number: expected 1 to {self.last_request}, as lookups say, got {request_number!r}"
-            )
+        if number is not None and not (isinstance(number, int) and 0 < number <= self.last_request):
+            raise CacheError(f"request_number: expected 1 to {self.last_request}, as lookups say, got {number!r}")
 
-    def set_request(self, request_number: int | None) -> None:
+    def set_request(self, number: int | None) -> None:
         """Count the following uses for the request of this number; for `None`, for the last one that began."""
-        request_number = self.last_request if request_number is None else request_number
-        if request_number != self.current_request:
-            self.current_request = request_number
+        number = self.last_request if number is None else number
+        if number != self.current_request:
+            self.current_request = number
             for policy in self.policies:
-                policy.begin(request_number, hint=self.reuse_hints.of(request_number))
+                policy.begin(number, hint=self.reuse_hints.of(number))
 
     def touch(self, nodes: Sequence[int] | npt.NDArray[np.int32]) -> None:
         """The chunks of a path, tail first, were used by the current request. Heads are evicted last."""

@@ -239,13 +239,8 @@ class Stack:
             part, skipped = path._replace(chunks=names[:end], start=first), (first - path.start) * per_chunk
             mine = blocks[skipped : (end - path.start) * per_chunk]
             with runtime.transaction() as cache:
-                scheduled = cache.store(
-                    {0: part},
-                    {0: mine},
-                    before_eviction=before_eviction,
-                    wait_for_room=left > 0,
-                    request_number=request_number,
-                )[0]
+                store = functools.partial(cache.store, before_eviction=before_eviction, request_number=request_number)
+                scheduled = store({0: part}, {0: mine}, wait_for_room=left > 0)[0]
                 if scheduled.job is not None:
                     at = [position - first for position in scheduled.positions]
                     on_job(scheduled.job, [block for i in at for block in mine[i * per_chunk : (i + 1) * per_chunk]])
