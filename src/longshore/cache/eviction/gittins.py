@@ -487,10 +487,10 @@ class Gittins(EvictionPolicy):
 
     def _take_out(self, nodes: Sequence[int]) -> None:
         """Take the first nodes out of their lists, as `next_victims` has named them."""
+        if (named := sum(count for _, count in self._named)) < len(nodes):
+            raise CacheError(f"internal error: Gittins: {len(nodes)} victims, but next_victims named {named}")
         out = 0
         while out < len(nodes):
-            if not self._named:
-                raise CacheError(f"internal error: Gittins: {len(nodes)} victims, but next_victims named {out}")
             which, count = self._named.pop()
             if (left := out + count - len(nodes)) > 0:
                 self._named.append((which, left))
