@@ -78,7 +78,7 @@ def as_i32(numbers: Sequence[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.int
     """32-bit numbers as a numpy array; faster than `np.array`."""
     if isinstance(numbers, np.ndarray):
         return numbers
-    return i32_view(array("i", numbers)) if len(numbers) else np.empty(0, np.int32)
+    return np.frombuffer(array("i", numbers), _INT32) if len(numbers) else np.empty(0, np.int32)
 
 
 def has_duplicates(at: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> bool:
@@ -195,12 +195,13 @@ class LinkedLists:
 
     def first_few(self, which: int, count: int) -> list[int]:
         """The first elements of list `which`, at most `count`."""
-        after, number, found, step = self.after, which, list[int](), 4
-        while len(found) < count:
-            some = [number := after[number] for _ in range(min(step, count - len(found)))]  # wraps around at the end
-            if which in some:
-                return found + some[: some.index(which)]
-            found, step = found + some, 4 * step  # most lists are short
+        after, found = self.after, list[int]()
+        number = after[which]
+        for _ in range(count):
+            if number == which:
+                break
+            found.append(number)
+            number = after[number]
         return found
 
     def drop_first(self, which: int, last: int) -> None:

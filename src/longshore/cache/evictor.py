@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
-from itertools import islice
+from itertools import compress, islice
 
 import numpy as np
 import numpy.typing as npt
@@ -54,7 +54,7 @@ _AHEAD, _MOST_AHEAD = 256, 64
 _ROUNDS = 4
 """Upper bound of rounds per chunk of a tier: each round evicts or holds a chunk, and may release others."""
 
-_AT_FIRST, _AT_LEAST = 2048, 256
+_AT_FIRST, _AT_LEAST = 2048, 32
 """Size of the first batch of victims; smallest size of later ones, which are twice what the batch before processed."""
 
 _SLABS_EXAMINED = 8
@@ -283,7 +283,14 @@ class Evictor:
         priority, index = self._state.priorities.of(nodes[0]), self._state.index
         queue = self._passed_over[tier][pool].setdefault(priority, deque())
         if len(queue) > 2 * len(self._state.policies[tier]) + 64:
-            kept = dict.fromkeys(key for key in queue if self._is_waiting(index.get(key), tier, pool, priority))
+            keys = list(dict.fromkeys(queue))
+            found = index.key.find_all(keys)
+            held = self._state.policy_of(tier, pool).are_held(found).tolist()
+            kept = [
+                key
+                for key, node in compress(zip(keys, found.tolist(), strict=True), held)
+                if self._is_waiting(node, tier, pool, priority)
+            ]
             queue = self._passed_over[tier][pool][priority] = deque(kept)
         queue.extend(index.key[as_i32(nodes)].tolist())
 

@@ -265,12 +265,12 @@ class TieredReplay:
     def _advance(self, until: float) -> None:
         """Let everything happen that ends at `until` or before, of all replicas in the order of time."""
         while True:
-            replica = min(self.replicas, key=Replica.next_end)
-            end = replica.next_end()
+            ends = [replica.next_end() for replica in self.replicas]
+            end = min(ends)
             if end > until or end == math.inf:
                 break
             self._now = end
-            replica.step()
+            self.replicas[ends.index(end)].step(end)
 
 
 class Replica:
@@ -310,9 +310,9 @@ class Replica:
         working, end = self._working.under_way, self.movers.next_end
         return min(working[0][0] if working else math.inf, math.inf if end is None else end)
 
-    def step(self) -> None:
-        """Let the next end happen: a transfer's before a prefill's."""
-        self._now = self.next_end()
+    def step(self, end: float) -> None:
+        """Let what ends next, at `end`, happen: a transfer's end before a prefill's."""
+        self._now = end
         if self.movers.next_end == self._now:
             self._ended(*self.movers.pop())
         else:
@@ -501,9 +501,10 @@ class Replica:
             held = self.cache.counters.drops[HOST][DropReason.BACKPRESSURE]
             scheduled = self.cache.store(path, blocks, request_number=visit.request_number)[0]
             had = {*scheduled.positions, *scheduled.known}
-            busy = self.cache.counters.drops[HOST][DropReason.BACKPRESSURE] > held
-            lacking = [visit.keys[at] for at in range(first, len(visit.keys)) if at not in had]
-            self._losses.refused(lacking, Loss.BACKPRESSURE if busy else Loss.NOT_STORED)
+            if len(had) < len(visit.keys) - first:
+                busy = self.cache.counters.drops[HOST][DropReason.BACKPRESSURE] > held
+                lacking = [visit.keys[at] for at in range(first, len(visit.keys)) if at not in had]
+                self._losses.refused(lacking, Loss.BACKPRESSURE if busy else Loss.NOT_STORED)
         self._losses.counts[Loss.NOT_LOADED] += visit.wanted - visit.loaded
         for part in visit.parts:
             self.cache.release(part.lease)
@@ -519,8 +520,5 @@ def keys_of(path: Sequence[int]) -> list[Key]:
 
     The keys are internal to the replay: a fast 16-byte hash, repeated to the length of a key.
     """
-    keys, parent = [], _ROOT
-    for block in path:
-        parent = xxh3_128_digest(parent + block.to_bytes(8, "big"))
-        keys.append(parent + parent)
-    return keys
+    parent, digest = _ROOT, xxh3_128_digest
+    return [2 * (parent := digest(parent + block.to_bytes(8, "big"))) for block in path]

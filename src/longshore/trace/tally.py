@@ -43,18 +43,20 @@ class Losses:
 
     def miss(self, keys: Sequence[Key], usable: int) -> None:
         """A request looked for `keys`, of which the first `usable` may be loaded, and found none of them."""
-        causes, asked = self._cause, self._asked
+        causes, asked, new = self._cause, self._asked, 0
         for at, name in enumerate(_names(keys)):
             cause = causes.get(name)
             if cause is None:
                 causes[name] = Loss.PENDING
-                cause = Loss.FIRST_USE
+                if asked is None or name not in asked:
+                    new += 1
+                else:
+                    self.counts[Loss.OTHER_REPLICA] += 1
                 if asked is not None:
-                    cause = Loss.OTHER_REPLICA if name in asked else cause
                     asked.add(name)
-            elif at >= usable:
-                cause = Loss.LAST_TOKEN
-            self.counts[cause] += 1
+            else:
+                self.counts[Loss.LAST_TOKEN if at >= usable else cause] += 1
+        self.counts[Loss.FIRST_USE] += new
 
     def arrived(self, transfer: Transfer, result: TransferResult) -> None:
         """Copies have come into a tier."""

@@ -29,10 +29,10 @@ class PartitionedPolicy(EvictionPolicy):
         part = np.zeros(0, np.uint8)
         for number, policy in parts.items() if nodes else ():  # in few passes: there may be ten million nodes
             ours = policy.resident(nodes).view(np.uint8)
-            ours *= np.uint8((number - OUT) % 256)
+            ours *= np.uint8(number ^ OUT)
             part = part + ours if len(part) else ours
-        part += np.uint8(OUT)
         self._part: memoryview[int] = part.data
+        """The number of the policy that each node is in, xor `OUT`: zeroed memory is in none."""
 
     @abstractmethod
     def wanted(self, node: int) -> int:
@@ -55,7 +55,7 @@ class PartitionedPolicy(EvictionPolicy):
     def grow(self, nodes: int) -> None:
         """Make room for node numbers below `nodes`."""
         if nodes > len(self._part):
-            part = np.full(nodes, OUT, np.uint8)
+            part = np.zeros(nodes, np.uint8)
             part[: len(self._part)] = self._part
             self._part = part.data
         for policy in self._parts.values():
@@ -74,17 +74,17 @@ class PartitionedPolicy(EvictionPolicy):
 
     def insert(self, nodes: Sequence[int], *, leaf: bool = False, continues: bool = False) -> None:
         """Insert `nodes`, each into the policy that `wanted` names."""
-        check_new(self._part, nodes, OUT)
+        check_new(self._part, nodes)
         for number, ours in self._split(nodes, self.all_wanted(nodes)):
             self.part(number).insert(ours, leaf=leaf and ours[0] == nodes[0])
-            u8_view(self._part)[as_i32(ours)] = number
+            u8_view(self._part)[as_i32(ours)] = number ^ OUT
 
     def insert_copies(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
         """As `insert`, for copies."""
-        check_new(self._part, nodes, OUT)
+        check_new(self._part, nodes)
         for number, ours in self._split(nodes, self.all_wanted(nodes)):
             self.part(number).insert_copies(ours, leaf=leaf and ours[0] == nodes[0])
-            u8_view(self._part)[as_i32(ours)] = number
+            u8_view(self._part)[as_i32(ours)] = number ^ OUT
 
     def touch(self, nodes: Sequence[int]) -> None:
         """Record uses of `nodes`."""
@@ -108,18 +108,18 @@ class PartitionedPolicy(EvictionPolicy):
     def remove(self, node: int, *, evicted: Key | None = None) -> None:
         """Remove `node`."""
         self._of(node).remove(node, evicted=evicted)
-        self._part[node] = OUT
+        self._part[node] = 0
 
     def remove_all(self, nodes: Sequence[int]) -> None:
         """Remove these nodes."""
         for policy, ours in self._by_policy(nodes):
             policy.remove_all(ours)
-        u8_view(self._part)[as_i32(nodes)] = OUT
+        u8_view(self._part)[as_i32(nodes)] = 0
 
     def remove_victims(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
         """Remove these nodes, all of one policy."""
         self._of(nodes[0]).remove_victims(nodes, keys)
-        u8_view(self._part)[as_i32(nodes)] = OUT
+        u8_view(self._part)[as_i32(nodes)] = 0
 
     def hold_victims(self, nodes: Sequence[int]) -> None:
         """Hold these nodes, all of one policy."""
@@ -150,14 +150,14 @@ class PartitionedPolicy(EvictionPolicy):
 
     def is_held(self, node: int) -> bool:
         """Whether `node` is in the policy, and held."""
-        return self._part[node] != OUT and self._of(node).is_held(node)
+        return self._part[node] > 0 and self._of(node).is_held(node)
 
     def __contains__(self, node: object) -> bool:
-        return isinstance(node, int) and node < len(self._part) and self._part[node] != OUT
+        return isinstance(node, int) and node < len(self._part) and self._part[node] > 0
 
     def resident(self, nodes: int) -> npt.NDArray[np.bool_]:
         """For each node below `nodes`, whether it is in the policy, held or not."""
-        there: npt.NDArray[np.bool_] = u8_view(self._part)[:nodes] != OUT
+        there: npt.NDArray[np.bool_] = u8_view(self._part)[:nodes] > 0
         return there
 
     def __len__(self) -> int:
@@ -167,13 +167,13 @@ class PartitionedPolicy(EvictionPolicy):
         """Raise `CacheError` unless each node is in the policy that it is marked with, and in no other."""
         for number, policy in self._parts.items():
             policy.check_integrity()
-            ours = u8_view(self._part) == number
+            ours = u8_view(self._part) == number ^ OUT
             count = np.count_nonzero(ours)
             if len(policy) != count or not policy.resident(len(ours))[ours].all():
                 raise CacheError(f"policy {number} has {len(policy)} nodes, {count} are marked")
 
     def _of(self, node: int) -> EvictionPolicy:
-        number = self._part[node]
+        number = self._part[node] ^ OUT
         if number == OUT:
             raise not_in_policy(node)
         return self._parts[number]
@@ -186,7 +186,10 @@ class PartitionedPolicy(EvictionPolicy):
 
     def _parts_of(self, nodes: Sequence[int]) -> bytes:
         """The number of the policy that each of `nodes` is in, or `OUT`."""
-        return u8_view(self._part)[as_i32(nodes)].tobytes()
+        return self._numbers(as_i32(nodes)).tobytes()
+
+    def _numbers(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
+        return u8_view(self._part)[at] ^ np.uint8(OUT)
 
     @staticmethod
     def _split(nodes: Sequence[int], parts: bytes) -> list[tuple[int, Sequence[int]]]:
@@ -291,7 +294,7 @@ class PartitionedByPriority(PartitionedPolicy):
         Each goes first among those of that priority, the last of them before the others.
         """
         at = unique(at)
-        part, wanted = u8_view(self._part)[at], self._wanted_of(at)
+        part, wanted = self._numbers(at), self._wanted_of(at)
         moving = (part != OUT) & (part != wanted)
         at, part, wanted = at[moving], part[moving], wanted[moving]
         for number in sorted(set(part.tobytes())):
@@ -301,4 +304,4 @@ class PartitionedByPriority(PartitionedPolicy):
             policy.insert(ours)
             policy.hold_all(ours)
             policy.release(ours)
-        u8_view(self._part)[at] = wanted
+        u8_view(self._part)[at] = wanted ^ np.uint8(OUT)
