@@ -90,9 +90,18 @@ def test_a_worker_connector_without_its_loads_is_refused_at_start() -> None:
         connector.register_kv_caches({})
 
 
+LEAVE_WEIGHTS = {
+    *("compute_weight_checksums", "supports_draft_weight_updates"),
+    *("init_weight_transfer_engine", "shutdown_weight_transfer_engine"),
+}
+
+
 def test_vllm_has_the_methods_that_change_weights() -> None:
     for path in ("cpu_worker.CPUWorker", "gpu_worker.Worker"):
-        contract.check_has(resolve_obj_by_qualname(f"vllm.v1.worker.{path}"), *changes.METHODS)
+        worker = resolve_obj_by_qualname(f"vllm.v1.worker.{path}")
+        contract.check_has(worker, *changes.METHODS)
+        about_weights = {name for name in dir(worker) if "weight" in name and not name.startswith("_")}
+        assert about_weights <= {*changes.METHODS, *LEAVE_WEIGHTS}
     with pytest.raises(ContractError, match="SimpleNamespace to have reload_weights"):
         contract.check_has(SimpleNamespace(load_model=None), "load_model", "reload_weights")
 

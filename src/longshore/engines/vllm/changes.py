@@ -39,7 +39,7 @@ from longshore.runtime.rank_reports import RankReports
 _log = logging.getLogger(__name__)
 
 METHODS = (
-    *("load_model", "reload_weights", "apply_model", "sleep"),
+    *("load_model", "reload_weights", "reset_weights", "apply_model", "sleep"),
     *("start_weight_update", "start_draft_weight_update", "update_weights", "finish_weight_update"),
 )
 """Methods of vLLM's worker that may change weights."""
