@@ -19,6 +19,7 @@ from longshore.cache import WritePolicy
 from longshore.engines.kv_transfer import read, refuse
 from longshore.engines.tensors import RowBlocks
 from longshore.engines.vllm import contract
+from longshore.engines.vllm.changes import watch_calls
 from longshore.engines.vllm.manager import LongshoreManager
 from longshore.engines.vllm.metrics import EVENTS_LIMIT, definitions
 from longshore.engines.vllm.model import (
@@ -147,6 +148,7 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
             tiers, numbers, self.settings.load_timeout, announces=announces, hints=self.settings.request_hints
         )
         try:
+            watch_calls(tiers.reports)
             if self.settings.control:
                 serve_commands(manager, tiers, self.config, self.settings.control, note.model.hashing)
             if self.settings.serve and (peers := tiers.peers) is not None:
