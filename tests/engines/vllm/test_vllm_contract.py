@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.renderers.base import BaseRenderer
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.kv_offload import base, config
 
@@ -104,6 +105,19 @@ def test_vllm_has_the_methods_that_change_weights() -> None:
         assert about_weights <= {*changes.METHODS, *LEAVE_WEIGHTS}
     with pytest.raises(ContractError, match="SimpleNamespace to have reload_weights"):
         contract.check_has(SimpleNamespace(load_model=None), "load_model", "reload_weights")
+
+
+@pytest.mark.parametrize(("gib", "cached"), [(0, False), (0, True), (4, False)])
+def test_vllm_numbers_images_where_no_cache_needs_hashes(gib: float, cached: bool) -> None:
+    """From one on in each process: in another one, the same name in block hashes is another image's."""
+    renderer = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=SimpleNamespace(mm_processor_cache_gb=gib)),
+        config=SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=cached)),
+        _validate_mm_uuids=lambda *of_prompt: None,
+    )
+    one = SimpleNamespace(get_all_counts=lambda: {"image": 1})
+    named = BaseRenderer._process_mm_uuids(renderer, {}, one, {}, "renderer0-mm-1")
+    assert named == ({} if gib or cached else {"image": ["renderer0-mm-1-image-0"]})
 
 
 def test_positions_of_keys_are_where_the_manager_looks_for_them() -> None:
