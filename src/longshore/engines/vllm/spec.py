@@ -195,8 +195,9 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
                 publish(self.config.engine_id, note)
             undo.pop_all()
         per_chunk = self.config.cache.blocks_per_chunk
+        states = [group for group, window in enumerate(note.model.windows) if window == 1]
         worker = LongshoreWorker(
-            *(engine, arena, reports, parallel.rank, per_chunk), has_part=has_part, vllm=vllm_config()
+            *(engine, arena, reports, parallel.rank, per_chunk), has_part=has_part, states=states, vllm=vllm_config()
         )
         worker.reports_failures = self.reports_failures
         if parallel.rank == 0:
