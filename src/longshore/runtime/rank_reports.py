@@ -29,8 +29,9 @@ class RankReports:
     """One number per slot and rank: the ticket of the job that filled the part, and its outcome (the lowest two bits).
 
     A second table has the last `LOADS` loads that have ended, by rank; a third has for each rank how often weights have
-    changed and how often it has gone to sleep or woken, whether it lacks host memory, and whether it is to give that
-    back; a fourth has the digests of the LoRA adapters that each rank has loaded.
+    changed and how often it has gone to sleep or woken, whether it lacks host memory, whether it is to give that back,
+    and how often all were given a function to call; a fourth has the digests of the LoRA adapters that each rank has
+    loaded.
 
     Attributes:
         memory: The shared memory, to attach to.
@@ -52,14 +53,15 @@ class RankReports:
         numbers = memory.array.view(np.uint64)
         self._slots: U64 = numbers[: slots * world].reshape(slots, world)
         self._loads: U64 = numbers[slots * world : (slots + self.LOADS) * world].reshape(self.LOADS, world)
-        states, rest = numbers[(slots + self.LOADS) * world :], numbers[(slots + self.LOADS + 4) * world :]
-        self._changes, self._sleep_changes, self._without_memory, self._orders = states[: 4 * world].reshape(4, world)
+        states, rest = numbers[(slots + self.LOADS) * world :], numbers[(slots + self.LOADS + 5) * world :]
+        states = states[: 5 * world].reshape(5, world)
+        self._changes, self._sleep_changes, self._without_memory, self._orders, self._calls = states
         self._adapters: U64 = rest[: 4 * self.ADAPTERS * world].reshape(self.ADAPTERS, world, 4)
 
     @classmethod
     def nbytes(cls, slots: int, world: int) -> int:
         """Bytes of all tables."""
-        return 8 * (slots + cls.LOADS + 4 + 4 * cls.ADAPTERS) * world
+        return 8 * (slots + cls.LOADS + 5 + 4 * cls.ADAPTERS) * world
 
     @classmethod
     def make(cls, slots: int, world: int, ranks: int) -> Self:
@@ -105,10 +107,14 @@ class RankReports:
         """Count a possible change of the weights of `rank`."""
         self._changes[rank] += np.uint64(1)
 
+    def workers_called(self) -> None:
+        """Count a possible change of the weights of all ranks, of which the scheduler's process knows."""
+        self._calls += np.uint64(1)
+
     @property
     def weight_changes(self) -> int:
         """Number of weight changes, over all ranks."""
-        return int(self._changes.sum())
+        return int(self._changes.sum() + self._calls.sum())
 
     def sleep_changed(self, rank: int) -> None:
         """The device memory of `rank` has gone, or is back: each counts."""
@@ -169,7 +175,8 @@ class RankReports:
     def close(self) -> None:
         """Unmap the memory."""
         self._slots = self._loads = self._adapters = np.empty((0, 0), np.uint64)
-        self._changes = self._sleep_changes = self._without_memory = self._orders = np.empty(0, np.uint64)
+        self._changes = self._sleep_changes = self._without_memory = np.empty(0, np.uint64)
+        self._orders = self._calls = np.empty(0, np.uint64)
         self.memory.close()
 
 

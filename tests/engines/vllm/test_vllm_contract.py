@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.renderers.base import BaseRenderer
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.kv_offload import base, config
 
@@ -91,11 +92,33 @@ def test_a_worker_connector_without_its_loads_is_refused_at_start() -> None:
         connector.register_kv_caches({})
 
 
+LEAVE_WEIGHTS = {
+    *("compute_weight_checksums", "supports_draft_weight_updates"),
+    *("init_weight_transfer_engine", "shutdown_weight_transfer_engine"),
+}
+
+
 def test_vllm_has_the_methods_that_change_weights() -> None:
     for path in ("cpu_worker.CPUWorker", "gpu_worker.Worker"):
-        contract.check_has(resolve_obj_by_qualname(f"vllm.v1.worker.{path}"), *weight_changes.METHODS)
+        worker = resolve_obj_by_qualname(f"vllm.v1.worker.{path}")
+        contract.check_has(worker, *weight_changes.METHODS)
+        about_weights = {name for name in dir(worker) if "weight" in name and not name.startswith("_")}
+        assert about_weights <= {*weight_changes.METHODS, *LEAVE_WEIGHTS}
     with pytest.raises(ContractError, match="SimpleNamespace to have reload_weights"):
         contract.check_has(SimpleNamespace(load_model=None), "load_model", "reload_weights")
+
+
+@pytest.mark.parametrize(("gib", "cached"), [(0, False), (0, True), (4, False)])
+def test_vllm_numbers_images_where_no_cache_needs_hashes(gib: float, cached: bool) -> None:
+    """From one on in each process: in another one, the same name in block hashes is another image's."""
+    renderer = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=SimpleNamespace(mm_processor_cache_gb=gib)),
+        config=SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=cached)),
+        _validate_mm_uuids=lambda *of_prompt: None,
+    )
+    one = SimpleNamespace(get_all_counts=lambda: {"image": 1})
+    named = BaseRenderer._process_mm_uuids(renderer, {}, one, {}, "renderer0-mm-1")
+    assert named == ({} if gib or cached else {"image": ["renderer0-mm-1-image-0"]})
 
 
 def test_positions_of_keys_are_where_the_manager_looks_for_them() -> None:

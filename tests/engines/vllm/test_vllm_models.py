@@ -34,12 +34,21 @@ def test_every_answer_is_that_of_the_oracle(model: str, serve: Serve, oracles: A
     assert second.counters["held"] == 0
 
 
-def test_chunks_of_several_blocks_in_several_groups(serve: Serve, tmp_path: Path) -> None:
-    """As `block_size` of the extra configuration asks for: a window begins and ends within a chunk."""
-    oracle, ask = ask_oracle(serve, "gemma", {"block_size": 128}), asked(prompts())
-    assert [each["cached"] for each in oracle[3:]] == [512, 384, 384]
+@pytest.mark.parametrize(
+    ("model", "chunks", "cached"),
+    [
+        ("gemma", {"block_size": 128}, [512, 384, 384]),
+        ("qwen", {"blocks_per_chunk": 2}, [576, 384, 384]),
+    ],
+)
+def test_chunks_of_several_blocks_in_several_groups(
+    model: str, chunks: dict[str, int], cached: list[int], serve: Serve, tmp_path: Path
+) -> None:
+    """By the extra configuration: a window begins and ends within a chunk, a state is the last block of one."""
+    oracle, ask = ask_oracle(serve, model, chunks), asked(prompts())
+    assert [each["cached"] for each in oracle[3:]] == cached
     steps = [*ask, ["reset"], *ask, ["drop_host"], ["reset"], *ask]
-    served = serve("gemma", steps, {**tiers(tmp_path / "tier"), "block_size": 128}, 160)
+    served = serve(model, steps, {**tiers(tmp_path / "tier"), **chunks}, 160)
     assert served.answers == [*oracle, *oracle[3:]]
     assert served.counters["arrived"]["file->host"] > 0
     assert served.counters["held"] == 0

@@ -172,6 +172,12 @@ def test_another_seed_of_hashes_finds_nothing(tmp_path: Path, monkeypatch: pytes
     assert first_lookup(tmp_path) is PENDING
 
 
+def images(gib: float, *, cached: bool) -> dict[str, Any]:
+    """A model that takes images, and vLLM's caches that need their hashes."""
+    config = SimpleNamespace(mm_processor_cache_gb=gib)
+    return {"vllm": {"model_config.multimodal_config": config, "cache_config.enable_prefix_caching": cached}}
+
+
 @pytest.mark.parametrize(
     ("change", "remedy"),
     [
@@ -180,6 +186,7 @@ def test_another_seed_of_hashes_finds_nothing(tmp_path: Path, monkeypatch: pytes
         ({"vllm": {"load_config.load_format": "dummy"}}, "come from no file"),
         ({"vllm": {"lora_config": SimpleNamespace()}, "salt": "adapters of today"}, "use LongshoreConnector"),
         ({"model": "nobody/nothing"}, "download them first"),
+        (images(0, cached=False), "enable_prefix_caching and mm_processor_cache_gb; turn one of them on"),
     ],
 )
 def test_what_means_nothing_later_is_not_kept(
@@ -201,6 +208,8 @@ def test_remedies_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "1")
     hashing = {"vllm": {"cache_config.prefix_caching_hash_algo": "xxhash"}}
     assert [first_lookup(tmp_path, **hashing) for _ in range(2)] == [MISS, PENDING]
+    hashed = (images(0, cached=True), images(4, cached=False))
+    assert [first_lookup(tmp_path, **each) for each in hashed] == [MISS, PENDING]
 
 
 @pytest.mark.parametrize(

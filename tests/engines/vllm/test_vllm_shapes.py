@@ -117,6 +117,25 @@ def test_store_that_begins_inside_a_chunk_skips_that_chunk(rigs: Any) -> None:
         assert all(map(torch.equal, rig.bytes_of(0, block), bytes_before))
 
 
+def test_the_last_block_of_a_chunk_is_all_of_a_state(rigs: Any) -> None:
+    """vLLM offers one state at a time, and has no other block of the chunk: not even where a window would."""
+    rig = rigs(groups=(Group(0), Group(1, is_state=True), Group(2, window=100)), per_chunk=2)
+    states, sliding = keys_of(2, 1), keys_of(1, 2)
+    context = rig.request("one", [*states, *sliding])
+    before = rig.bytes_of(0, 5)
+    for key, sizes, index in ((states[1], [0, 1, 0], 3), (sliding[0], [0, 0, 1], 1)):
+        output = rig.manager.prepare_store([key], context)
+        indices = [index if size else 0 for size in sizes]
+        rig.run("submit_store", GPULoadStoreSpec([5], sizes, indices), output.store_spec)
+        rig.manager.complete_store({key}, context)
+    reader = rig.request("two", [*states, *sliding])
+    assert rig.lookup([*states, *sliding], reader) == [MISS, HIT, MISS]
+    spec = rig.manager.prepare_load(states[1:], reader)
+    rig.run("submit_load", spec, GPULoadStoreSpec([9], [0, 1, 0], [0, 3, 0]))
+    rig.manager.complete_load(set(states[1:]), reader)
+    assert all(map(torch.equal, rig.bytes_of(0, 9), before))
+
+
 def test_a_freed_block_costs_the_chunks_of_its_group_alone(rigs: Any) -> None:
     rig = rigs(groups=(Group(0), Group(1, window=100)), per_chunk=2)
     whole, sliding = keys_of(2, 0), keys_of(2, 1)

@@ -13,6 +13,7 @@ import torch
 from engine_runs import Serve, asked, prompts, tiers
 from serving import rewrite
 from tiny_models import save
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_offload.base import LookupResult
 from vllm_kit import Rig, file_settings, keys_of
 
@@ -86,6 +87,19 @@ def test_a_device_that_was_emptied_is_trusted_with_new_weights(rigs: Rigs, first
         step()
     assert answers(rig, "after it") == [MISS] * 2
     assert store(rig, "computed anew") == KEYS
+
+
+@pytest.mark.parametrize("method", ["list_loras", len])
+def test_functions_that_workers_are_given_empty_all_tiers(rigs: Rigs, method: Any) -> None:
+    """They may write weights; the methods that may are known by name."""
+    called: list[Any] = []
+    executor = SimpleNamespace(collective_rpc=lambda *arguments: called.append(arguments))
+    rig = rigs(world=2)
+    store(rig, "writer")
+    EngineCore.collective_rpc(SimpleNamespace(model_executor=executor), method, 3.0)
+    assert called == [(method, 3.0, (), None)]
+    assert answers(rig, "reader") == [MISS if method is len else HIT] * 2
+    assert store(rig, "of the device") == []
 
 
 def test_a_store_under_way_when_weights_change_is_dropped(rigs: Rigs) -> None:
@@ -172,6 +186,7 @@ class Worker:
     """Has the methods of vLLM's worker."""
 
     def load_model(self) -> None: ...
+    def reset_weights(self) -> None: ...
     def apply_model(self, function: Any) -> None: ...
     def sleep(self, level: int = 1) -> None: ...
     def discard(self, tags: tuple[str, ...]) -> None: ...
@@ -311,11 +326,26 @@ def test_unseen_weight_writes_are_found_after_a_sleep(watched: Watched, name: st
             assert bool(watched.told) == (when != "awake")
         if moment == when:
             parameter.data.view(-1)[5] += 1.0  # none of the samples
-    watched.changes._sampled_ones = []  # as on a GPU
+    watched.changes._is_sampled = False  # as on a GPU
     watched.changes.check()
     assert len(watched.told) == 1
     watched.changes.check()
     assert len(watched.told) == 1
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_replaced_parameters_are_found(watched: Watched, sleeps: bool) -> None:
+    if sleeps:
+        watched.changes._is_sampled = False  # as on a GPU
+        Extended().sleep(1)
+    watched.model.layer.weight = torch.nn.Parameter(watched.model.layer.weight.data * 2)
+    if sleeps:
+        Extended().wake_up()
+    watched.changes.check()
+    assert len(watched.told) == 1
+    watched.model.layer.weight.data *= 2
+    watched.changes.check()
+    assert len(watched.told) == (1 if sleeps else 2)
 
 
 def test_weights_that_cannot_be_compared_are_new_ones(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:

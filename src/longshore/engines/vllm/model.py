@@ -157,6 +157,12 @@ def _reason_not_persistent(vllm: Any, models: Sequence[Any], paths: Sequence[Pat
             return f"the weights of {model.model} lie in no directory of this machine; download them first"
     if getattr(vllm.cache_config, "calculate_kv_scales", False):
         return "scales of the KV cache are computed at run time; turn calculate_kv_scales off"
+    images = getattr(vllm.model_config, "multimodal_config", None)
+    if images is not None and not images.mm_processor_cache_gb and not vllm.cache_config.enable_prefix_caching:
+        return (
+            "vLLM hashes no images, but numbers them anew in each process, without enable_prefix_caching and "
+            "mm_processor_cache_gb; turn one of them on"
+        )
     if vllm.lora_config is not None and not _connector_names_adapters(vllm):
         return "vLLM's plain OffloadingConnector does not tell which adapter a request has; use LongshoreConnector"
     return ""

@@ -40,6 +40,7 @@ from longshore.engines.vllm.rendezvous import (
 )
 from longshore.engines.vllm.requests import cache_keys
 from longshore.engines.vllm.tiers import SchedulerTiers, open_tiers, watch_sleeps
+from longshore.engines.vllm.weight_changes import watch_calls
 from longshore.engines.vllm.worker import LongshoreWorker
 from longshore.errors import EngineError
 from longshore.layout import KVGroup, KVLayout, PageRef
@@ -159,6 +160,7 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
             hints=self.settings.request_hints,
         )
         try:
+            watch_calls(tiers.reports)
             if self.settings.control:
                 serve_commands(manager, tiers, self.config, self.settings.control, memory.model.hashing)
             if self.settings.serve and (peers := tiers.peers) is not None:
@@ -205,8 +207,9 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
                 record_memory_info(self.config.engine_id, memory)
             undo.pop_all()
         per_chunk = self.config.cache.blocks_per_chunk
+        states = [group for group, window in enumerate(memory.model.windows) if window == 1]
         worker = LongshoreWorker(
-            *(engine, arena, reports, parallel.rank, per_chunk), has_part=has_part, vllm=vllm_config()
+            *(engine, arena, reports, parallel.rank, per_chunk), has_part=has_part, states=states, vllm=vllm_config()
         )
         worker.reports_failures = self.reports_failures
         if parallel.rank == 0:

@@ -6,8 +6,9 @@
                 `BlockValidity`: whether blocks on the device still are what their keys say
 
 vLLM does not inform a connector of new weights, and resets its caches only on request. So the methods of vLLM's
-worker that change weights are wrapped, with those of a worker extension and the models' own `load_weights`. Writes to
-parameters by other means are detected on the CPU only, by samples that are compared before blocks are copied.
+worker that change weights are wrapped, with those of a worker extension and the models' own `load_weights`; so is
+`EngineCore.collective_rpc`, for functions that workers are given to call. Writes to parameters by other means are
+detected on the CPU only, by samples that are compared before blocks are copied.
 
 vLLM keeps blocks on the device when weights change: from then on nothing is stored until the device was emptied.
 vLLM's keys have an adapter's name and path. Blocks of an adapter are stored and loaded only while all workers have
@@ -26,6 +27,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+from weakref import WeakSet
 
 from vllm.v1.kv_offload.base import OffloadKey
 
@@ -39,7 +41,7 @@ from longshore.runtime.rank_reports import RankReports
 _log = logging.getLogger(__name__)
 
 METHODS = (
-    *("load_model", "reload_weights", "apply_model", "sleep"),
+    *("load_model", "reload_weights", "reset_weights", "apply_model", "sleep"),
     *("start_weight_update", "start_draft_weight_update", "update_weights", "finish_weight_update"),
 )
 """Methods of vLLM's worker that may change weights."""
@@ -72,8 +74,8 @@ class WeightWatch:
         """`vllm` is the `VllmConfig` of a worker whose model was loaded; without one nothing is watched."""
         self.on_change = on_change
         self._device_user = device_user
-        self._parameters: list[Any] = []
-        self._sampled_ones: list[Any] = []
+        self._models: list[Any] = []
+        self._is_sampled = False
         self._digests_before_sleep: list[bytes] | None = None
         """Checksums of the weights before device memory was freed, until the next copy has compared them."""
         self._freed_tags: set[str] = set()
@@ -85,8 +87,9 @@ class WeightWatch:
         models = [each for each in _models() if any(id(part) in layers for part in each.modules())]
         for kind in {kind for model in models for kind in type(model).__mro__}:
             _wrap(kind, "load_weights")
-        self._parameters = list({id(each): each for model in models for each in model.parameters()}.values())
-        self._sampled_ones = [each for each in self._parameters if each.device.type == "cpu"]
+        inner = {id(part) for model in models for part in model.modules() if part is not model}
+        self._models = [each for each in models if id(each) not in inner]
+        self._is_sampled = any(each.device.type == "cpu" for each in self._parameters())
         self._last_samples = self._sampled()
         _watching.append(self)
 
@@ -115,21 +118,25 @@ class WeightWatch:
             before, self._digests_before_sleep = self._digests_before_sleep, None
             if before != self._digests():
                 self.on_change()
-        if self._sampled_ones:
+        if self._is_sampled:
             before, self._last_samples = self._last_samples, self._sampled()
             if before != self._last_samples:
                 self.on_change()
 
     def close(self) -> None:
         """Stop watching. Idempotent."""
-        self._parameters, self._sampled_ones = [], []
+        self._models, self._is_sampled = [], False
         if self in _watching:
             _watching.remove(self)
+
+    def _parameters(self) -> list[Any]:
+        """The parameters that the models have now: some may have been replaced."""
+        return list({id(each): each for model in self._models for each in model.parameters()}.values())
 
     def _digests(self) -> list[bytes] | None:
         """A checksum of each parameter; `None` if one cannot be read, which counts as a change."""
         try:
-            return [content(each) for each in self._parameters]
+            return [content(each) for each in self._parameters()]
         except RuntimeError:  # no memory for it on the device, say
             _log.exception("the weights could not be checksummed; they count as changed, and all tiers are cleared")
             self.on_change()
@@ -140,7 +147,9 @@ class WeightWatch:
         import torch  # noqa: PLC0415 - vLLM has it
 
         samples = []
-        for each in self._sampled_ones:
+        for each in self._parameters() if self._is_sampled else ():
+            if each.device.type != "cpu":
+                continue
             flat = each.detach().reshape(-1) if each.is_contiguous() else each.detach().flatten()
             picked = torch.cat([flat[:: max(1, len(flat) // _SAMPLES)], flat[-1:]])
             samples.append(picked.view(torch.uint8).numpy().tobytes())
@@ -195,6 +204,34 @@ def _effects(
         tags = _TAGS if given is None else given
         return (tags, False, ()) if name == "discard" else ((), False, tags)
     return (), True, ()
+
+
+_engines = WeakSet[RankReports]()
+
+
+def watch_calls(reports: RankReports) -> None:
+    """Count functions that the workers were given to call as changes of weights, in the `reports` of this engine.
+
+    `EngineCore.collective_rpc` takes the name of a method, or a function. Raises `ContractError` if it is missing.
+    """
+    from vllm.v1.engine.core import EngineCore  # noqa: PLC0415 - it is there where there are managers
+
+    contract.check_has(EngineCore, "collective_rpc")
+    _engines.add(reports)
+    call = EngineCore.collective_rpc
+    if getattr(call, "reports_changes", False):
+        return
+
+    @functools.wraps(call)
+    def wrapped(engine: Any, method: Any, *arguments: Any, **named: Any) -> Any:
+        try:
+            return call(engine, method, *arguments, **named)
+        finally:
+            for each in list(_engines) if not isinstance(method, str) else ():
+                each.workers_called()
+
+    wrapped.reports_changes = True  # type: ignore[attr-defined]
+    EngineCore.collective_rpc = wrapped
 
 
 def _models() -> list[Any]:

@@ -142,10 +142,12 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         blocks_per_chunk: int,
         *,
         has_part: bool = True,
+        states: Collection[int] = (),
         vllm: Any = None,
     ) -> None:
         """`has_part` says whether images have a part of this rank; where all ranks hold the same bytes, one has.
 
+        `states` are the KV cache groups of recurrent states: of a chunk of theirs, only the last block is ever read.
         `vllm` is the `VllmConfig` of the worker whose weights are watched.
         """
         self.engine = engine
@@ -157,6 +159,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         self._rank = rank
         self._has_part = has_part
         self._blocks_per_chunk = blocks_per_chunk
+        self._states = states
         self._parts: dict[int, _PartInFlight] = {}
         """Parts that are being copied, by ticket."""
         self._jobs: dict[int, _JobInFlight] = {}
@@ -346,7 +349,8 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
 
         A window may have slid past some blocks of chunks that are to be stored. Nobody says which, so that none of the
         images of that group would be known to be whole: all of them are left out. Of blocks that begin inside a chunk
-        and then follow one another, only that chunk is left out.
+        and then follow one another, only that chunk is left out. Of a state, vLLM stores the last block of a chunk
+        alone.
         """
         blocks, is_store, begin = part.job.blocks, part.job.is_store, 0
         if part.spec.chunks_before or part.spec.chunks_after:
@@ -357,9 +361,10 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         for group, (size, index, chunks) in enumerate(
             zip(blocks.group_sizes, blocks.block_indices, part.spec.counts, strict=True)
         ):
-            skip = -index % self._blocks_per_chunk if is_store else 0  # blocks of a chunk whose beginning is missing
+            is_state = group in self._states and size == chunks == 1 and (index + 1) % self._blocks_per_chunk == 0
+            skip = 0 if is_state or not is_store else -index % self._blocks_per_chunk  # the rest of a chunk
             first = 1 if skip else 0
-            is_whole = size - skip == (chunks - first) * self._blocks_per_chunk
+            is_whole = is_state or size - skip == (chunks - first) * self._blocks_per_chunk
             if size > skip and (is_whole or not is_store):
                 sections.append(Section(group, index + skip, tuple(ids[begin + skip : begin + size])))
                 slots += list(addresses(*part.spec.group_slots[group]))[first:]
