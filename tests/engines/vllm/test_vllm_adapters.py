@@ -16,7 +16,7 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vllm_kit import Rig, keys_of
 
 from longshore.engines import weight_files
-from longshore.engines.vllm import changes, model
+from longshore.engines.vllm import model, weight_changes
 from longshore.runtime.rank_reports import RankReports
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
@@ -49,8 +49,8 @@ class Adapter:
     def load(self, rig: Rig, ranks: range | None = None) -> None:
         """What vLLM's workers do."""
         for rank in range(len(rig.workers)) if ranks is None else ranks:
-            digest = changes._digest(weight_files.FileDigests(), self.lora)
-            rig.workers[rank]._loaded_adapter(self.lora, 0 if digest is None else changes._number(digest))
+            digest = weight_changes._digest(weight_files.FileDigests(), self.lora)
+            rig.workers[rank]._adapter_loaded(self.lora, 0 if digest is None else weight_changes._number(digest))
 
 
 @pytest.fixture(autouse=True)
@@ -221,9 +221,9 @@ def test_workers_tell_what_they_have_loaded(adapter: Adapter, monkeypatch: pytes
 
     monkeypatch.setattr(WorkerLoRAManager, "_load_adapter", load)
     config = SimpleNamespace(lora_config=SimpleNamespace(), parallel_config=SimpleNamespace(worker_cls="one"))
-    watch = changes.AdapterWatch(config, lambda lora, number: calls.append((lora.lora_int_id, number)))
+    watch = weight_changes.AdapterWatch(config, lambda lora, number: calls.append((lora.lora_int_id, number)))
     manager = object.__new__(WorkerLoRAManager)
-    digest = changes._number(changes._digest(weight_files.FileDigests(), adapter.lora) or b"")
+    digest = weight_changes._number(weight_changes._digest(weight_files.FileDigests(), adapter.lora) or b"")
     assert manager._load_adapter(adapter.lora) == "adapter"
     manager._load_adapter(adapter.lora)
     assert calls == [(7, digest), (7, 0)], "bytes that change while they are loaded are unknown"

@@ -108,9 +108,9 @@ def test_a_part_that_cannot_be_copied_fails_the_load(engine: Engine) -> None:
     assert engine.begin(request) == CHUNKS
     engine.step()
     worker: Any = engine.rig.workers[1]
-    submit, worker._try = worker._try, lambda job: False
+    submit, worker._submit = worker._try, lambda job: False
     finish_load(engine, request)
-    worker._try = submit
+    worker._submit = submit
     assert engine.failed
     assert engine.begin(request) == 0, "it is computed"
     misses = engine.rig.cache.counters.misses
@@ -154,11 +154,11 @@ def test_tier_host_death_or_hang_between_parts_fails_the_load(engine: Engine, ho
     request = engine.request(CHUNKS)
     assert engine.begin(request) == CHUNKS
     (load,) = engine.manager._load_jobs._by_request.values()
-    first = sum(load.lent)
-    while sum(load.lent) == first:
+    first = sum(load.chunks_leased)
+    while sum(load.chunks_leased) == first:
         engine.step()
         time.sleep(0.001)
-    process, arrived = file._supervisor.process.pid, sum(load.lent)
+    process, arrived = file._supervisor.process.pid, sum(load.chunks_leased)
     os.kill(process, how)
     assert len(load.pending) > HOST_CHUNKS // 2, "more than has been read ahead"
     finish_load(engine, request)

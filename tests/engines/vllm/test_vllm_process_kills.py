@@ -27,7 +27,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, Cano
 from vllm_kit import Group, config_of, file_settings, vllm_config
 
 from longshore.engines.vllm import LongshoreSpec
-from longshore.engines.vllm.rendezvous import rendezvous_path
+from longshore.engines.vllm.rendezvous import memory_info_path
 from longshore.errors import TierInUseError
 from longshore.tiers.file.directory import Directory
 
@@ -191,7 +191,7 @@ def test_nothing_stays_behind(started: SimpleNamespace, victims: str) -> None:
     assert comes_to(lambda: not holders(started.memory))
     assert comes_to(lambda: not any(is_running(pid) for pid in everybody))
     assert list(SHARED.glob("*longshore*")) == []
-    assert not rendezvous_path(started.name).exists()
+    assert not memory_info_path(started.name).exists()
     assert comes_to(lambda: is_free(started.directory))
 
 

@@ -12,7 +12,7 @@ import torch
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult
 from vllm_kit import BLOCKS, Group, Rig, keys_of
 
-from longshore.engines.vllm.rendezvous import rendezvous_path
+from longshore.engines.vllm.rendezvous import memory_info_path
 from longshore.errors import SelfTestError
 from longshore.runtime.selftest import copy_test
 from longshore.transfer.device.base import copy_pieces
@@ -196,7 +196,7 @@ def test_copies_that_go_wrong_are_found_at_start(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("longshore.transfer.device.base.copy_pieces", careless)
     with pytest.raises(SelfTestError, match="1 of 192 bytes of the test block were wrong when read back"):
         Rig(world=world, groups=(Group(layers=1),), page=200)
-    assert list(rendezvous_path("any").parent.iterdir()) == []
+    assert list(memory_info_path("any").parent.iterdir()) == []
 
 
 def test_ranks_without_a_part_are_tested_as_well(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ def test_chunks_of_a_failed_load_are_misses_by_cause(rigs: Any, tmp_path: Path, 
     assert begin(engine, request) == chunks
     before = counters.misses.copy()
     if event == "copy fails":
-        workers[1]._try = lambda part: False
+        workers[1]._submit = lambda part: False
     elif event == "weights change":
         engine.step(ranks=())
         for rank, worker in enumerate(workers):

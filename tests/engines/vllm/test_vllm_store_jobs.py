@@ -165,7 +165,7 @@ def test_a_store_that_something_cuts_off_ends(engine: Engine, what: str, monkeyp
     (job,) = engine.scheduler._jobs
     with monkeypatch.context() as patch:
         if what == "part":
-            patch.setattr(engine.rig.workers[1], "_try", lambda part: False)
+            patch.setattr(engine.rig.workers[1], "_submit", lambda part: False)
         undo = CUTS[what](engine) if what != "part" else None
         engine.manager._store_jobs._write_timeout = 1.0
         for _ in range(3000):

@@ -63,7 +63,7 @@ class RequestLoad:
     """One load job of vLLM: what the workers load for the request `name`, in one part or several.
 
     Attributes:
-        tick: The tick of the request in the cache.
+        request_number: Of the request in the cache.
         chunks_leased: How many chunks of each KV cache group workers have got the slots of, by our number.
         origins: The tiers that chunks were prefetched from, by key.
         first_ticket: The ticket of its first part, by which workers know it.
@@ -76,7 +76,7 @@ class RequestLoad:
     """
 
     name: str
-    tick: int | None
+    request_number: int | None
     chunks_leased: list[int]
     origins: Mapping[Key, str]
     first_ticket: int = 0
@@ -116,7 +116,7 @@ class LoadJobs:
         self,
         cache: TieredCache,
         name: str,
-        tick: int | None,
+        request_number: int | None,
         paths: Paths,
         origins: Mapping[Key, str],
         *,
@@ -126,7 +126,7 @@ class LoadJobs:
 
         `origins` are the tiers that chunks were prefetched from, by cache key.
         """
-        load = RequestLoad(name, tick, [0] * self._groups, origins)
+        load = RequestLoad(name, request_number, [0] * self._groups, origins)
         first, load.pending = _ready(cache, paths) if in_parts else (paths, [])
         spec = self._lease_part(cache, load, first)
         load.first_ticket = spec.ticket
@@ -222,7 +222,9 @@ class LoadJobs:
             tuple(load.chunks_leased),
         )
         order = cache.load(
-            {group: GroupKeys(keys) for group, keys in paths.items()}, request_number=load.tick, origins=load.origins
+            {group: GroupKeys(keys) for group, keys in paths.items()},
+            request_number=load.request_number,
+            origins=load.origins,
         )
         for group, part in zip(paths, order.jobs, strict=True):
             group_slots[group] = part.slots.of
@@ -243,7 +245,7 @@ def _by_group(chunks: Sequence[tuple[int, Key]]) -> dict[int, list[Key]]:
 def _lease(cache: TieredCache, load: RequestLoad, chunks: Sequence[tuple[int, Key]]) -> Lease | None:
     """A lease on `chunks`; `None` if no tier has any of them."""
     asked = {group: GroupKeys(keys) for group, keys in _by_group(chunks).items()}
-    return cache.lookup(asked, 0.0, independent=True, request=load.name, request_number=load.tick).lease
+    return cache.lookup(asked, 0.0, independent=True, request=load.name, request_number=load.request_number).lease
 
 
 def _release(cache: TieredCache, load: RequestLoad) -> None:

@@ -167,7 +167,9 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         paths = {group: request.looked_up(mine) for group, mine in self._groups.split(keys)}
         origins = dict(zip(request.cache_keys(request.origins), request.origins.values(), strict=True))
         with self._runtime.transaction() as cache:
-            spec = self._load_jobs.begin(cache, name, request.tick, paths, origins, in_parts=request.loads_in_parts)
+            spec = self._load_jobs.begin(
+                cache, name, request.request_number, paths, origins, in_parts=request.loads_in_parts
+            )
             self._release(request, cache)
         request.waiting_since = None
         return spec
@@ -423,9 +425,14 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             hint = request.hints.reuse_hint
             with self._runtime.lookup_counters.seconds.timed():
                 seen = cache.lookup(
-                    asks, now, protect=Protection.STEP, independent=True, request_number=request.tick, reuse_hint=hint
+                    asks,
+                    now,
+                    protect=Protection.STEP,
+                    independent=True,
+                    request_number=request.request_number,
+                    reuse_hint=hint,
                 )
-            request.residency, request.tick = seen.residency[0], seen.request_number
+            request.residency, request.request_number = seen.residency[0], seen.request_number
         self._requests_of_step.append(request)
         if must_recompute:
             request.answers = dict.fromkeys(asked, MISS)
@@ -547,7 +554,9 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         there = [key for key, presence in found if presence in _IN_A_TIER]
         for group, mine in self._groups.split(there):
             chunks = {group: GroupKeys(request.cache_keys(mine))}
-            lease = cache.lookup(chunks, now, independent=True, request=request.name, request_number=request.tick).lease
+            lease = cache.lookup(
+                chunks, now, independent=True, request=request.name, request_number=request.request_number
+            ).lease
             if lease is not None:
                 cache.prefetch(lease, now, policy=PrefetchPolicy.TIMEOUT, timeout=self._job_context.timeout)
                 request.leases.append(lease)

@@ -51,10 +51,9 @@ class VllmReplay:
         self._requests = 0
 
     def serve(self, path: Sequence[int], now: float = 0.0, reuse_hint: ReuseHint | None = None) -> int:
-        """Serve one request for the blocks `path` (ids from 0 to 2**64 - 1, head first); its hits.
+        """Serve one request for the blocks `path` (ids from 0 to 2**64 - 1, first block first); returns its hits.
 
-        What its host knows of its return is said by `kv_transfer_params`; the manager has a clock of its own, so that
-        seconds mean little here.
+        `reuse_hint` is passed in `kv_transfer_params`. The manager has a clock of its own; `now` is not used.
 
         Raises `IntegrityError` where the control plane fails, or does not say at once whether it has a block.
         """
@@ -83,11 +82,11 @@ class VllmReplay:
         return hits
 
     def close(self) -> None:
-        """Give the tier back."""
+        """Close the manager and its tier."""
         self._manager.shutdown()
 
     def _hits(self, keys: Sequence[OffloadKey], request: ReqContext) -> int:
-        """How many of `keys` lead that can be loaded."""
+        """How many of the leading `keys` can be loaded."""
         for position, key in enumerate(keys):
             found = self._manager.lookup(key, request)
             if found is LookupResult.MISS:

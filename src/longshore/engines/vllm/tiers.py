@@ -135,10 +135,10 @@ class SleepControl:
         return keep
 
     def give_back(self, peers: PeerServer | None, *, idle: bool) -> None:
-        """All blocks but those kept were discarded: before a sleep, free host memory unless it is kept.
+        """Free host memory before a sleep, unless `sleep_keep` keeps it. All other blocks have been discarded.
 
-        Until it is back the host tier has no slots: nothing is found, and nothing stored. It stays if it is not `idle`,
-        as workers, or the tier host, use some of it. Clients of `peers` that read some of it are dropped.
+        Until it is allocated again the host tier has no slots: lookups are misses, and nothing is stored. It is not
+        freed while workers (if not `idle`) or the tier host use some of it. Clients of `peers` that read it are closed.
         """
         if not _sleep_level.get() or self._config.sleep_keep is Kept.ALL:
             return
@@ -155,7 +155,7 @@ class SleepControl:
         self.has_memory, self._reports.frees_host_memory = False, True
 
     def restore_host_memory(self) -> None:
-        """A step is planned, so that the engine is awake: have the slots again if the workers have the memory."""
+        """A step is planned, so the engine is awake: use the slots again if all workers have the memory again."""
         if not self.has_memory and not self._reports.is_asleep() and not self._reports.lacks_memory():
             self.has_memory, self._reports.frees_host_memory = True, False
             with self._runtime.transaction() as cache:

@@ -1,9 +1,9 @@
-"""What changes in a running engine: weights, device memory, LoRA adapters; and which blocks may then be stored.
+"""Changes of weights, device memory and LoRA adapters in a running engine; and which blocks may then be stored.
 
-    worker      `WeightWatch`: wrapped methods, samples of parameters ─► reports       device memory goes and comes back
-                `AdapterWatch`: an adapter was loaded ─► digest of its files ─► reports
-    scheduler   `AdapterDigests`: a request's adapter ─► digest of its files = that of the reports? ─► part of its keys
-                `BlockValidity`: whether blocks on the device still are what their keys say
+    worker      `WeightWatch`: wrapped methods, samples of parameters ─► `RankReports`; device memory freed, restored
+                `AdapterWatch`: an adapter was loaded ─► digest of its files ─► `RankReports`
+    scheduler   `AdapterDigests`: a request's adapter ─► digest of its files, if workers reported it ─► part of its keys
+                `BlockValidity`: whether blocks on the device were computed with the weights in force
 
 vLLM does not inform a connector of new weights, and resets its caches only on request. So the methods of vLLM's
 worker that change weights are wrapped, with those of a worker extension and the models' own `load_weights`; so is
@@ -77,9 +77,9 @@ class WeightWatch:
         self._models: list[Any] = []
         self._is_sampled = False
         self._digests_before_sleep: list[bytes] | None = None
-        """Checksums of the weights before device memory was freed, until the next copy has compared them."""
+        """Checksums of the weights before device memory was freed, until they were compared before the next copy."""
         self._freed_tags: set[str] = set()
-        """vLLM's tags of the device memory that is freed: nothing is read until all is restored."""
+        """vLLM's tags of the device memory that is freed; no parameter is read until all of it is restored."""
         if vllm is None or not getattr(vllm.parallel_config, "worker_cls", ""):
             return
         _wrap_worker(vllm.parallel_config)
@@ -196,7 +196,7 @@ def _wrap(kind: type, name: str) -> None:
 def _effects(
     name: str, arguments: Sequence[Any], named: dict[str, Any]
 ) -> tuple[Collection[str], bool, Collection[str]]:
-    """Tags of the memory that a call of this method frees, whether weights may change, and tags that it brings back."""
+    """Tags of the memory that a call of this method frees, whether weights may change, and tags that it restores."""
     given = arguments[0] if arguments else named.get("level" if name == "sleep" else "tags")
     if name == "sleep":
         return _TAGS, given is not None and int(given) > 1, ()  # at level 1, weights are kept
@@ -258,9 +258,9 @@ class AdapterDigests:
         self._warned: set[int] = set()
 
     def identity(self, lora: Any) -> bytes | None:
-        """Digest of what the workers compute with; `None` where that is not known, or is not in the files any more.
+        """Digest of the adapter that the workers have loaded; `None` if it is unknown, or the files have changed since.
 
-        This is asked several times for each request: the files are read once, and not where they would be each time.
+        Called several times for each request: the files are read once, and not at all if they cannot be cached.
         """
         tag = _tag(lora)
         loaded = self._reports.adapter(tag)
@@ -366,7 +366,7 @@ class BlockValidity:
     """Whether blocks on the device may be stored, for one manager.
 
     Attributes:
-        weight_changes: How often the workers' weights had changed at the last look, of all ranks.
+        weight_changes: How often the workers' weights had changed at the last check, over all ranks.
     """
 
     def __init__(self, reports: RankReports, *, base_is_mixed: bool) -> None:
@@ -382,7 +382,7 @@ class BlockValidity:
 
     @property
     def epoch(self) -> tuple[int, int]:
-        """How often weights had changed at the last look, and device memory has gone or come back."""
+        """How often weights had changed at the last check, and device memory has been freed or restored."""
         return self.weight_changes, self._reports.sleep_changes
 
     def weights_have_changed(self) -> bool:

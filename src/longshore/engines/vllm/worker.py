@@ -58,7 +58,7 @@ class SlotsSpec(LoadStoreSpec):  # type: ignore[misc]
     Attributes:
         ticket: The number of the manager's `Ticket`; used for no other job or part.
         group_slots: The slots of each KV cache group, in order.
-        epoch: How often weights had changed, and device memory had gone or come back, when the manager gave the ticket.
+        epoch: How often weights had changed, and device memory had been freed or restored, when the ticket was made.
         chunks_before: For a part of a job: how many chunks of each group earlier parts have.
         chunks_after: For the first part of a job: how many chunks of each group later parts have; empty without any.
     """
@@ -170,7 +170,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         self._adapter_watch = AdapterWatch(vllm, self._adapter_loaded)
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
-        """Begin to copy blocks into the arena. Always true: what cannot be copied is reported as failed."""
+        """Begin to copy blocks into the arena. Always true: blocks that cannot be copied are reported as failed."""
         if not self._has_part:
             self._finished.append(VllmResult(job_id, True, 0, 0.0))
             return True
@@ -286,12 +286,12 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         self.arena.close()
 
     def _adapter_loaded(self, lora: Any, number: int) -> None:
-        """An adapter was loaded. The plain connector does not name adapters: other bytes clear all tiers."""
+        """An adapter was loaded. The plain connector does not name adapters, so other bytes clear all tiers."""
         if report_adapter(lora, self.reports, self._rank, number) and not self.reports_failures:
             self.reports.weights_changed(self._rank)
 
     def _begin_job(self, vllm_job: int, blocks: GPULoadStoreSpec, spec: SlotsSpec, *, is_store: bool) -> None:
-        """Begin the first part of a job, unless all of it comes later."""
+        """Begin the first part of a job, if it has chunks."""
         job = _JobInFlight(
             spec.ticket, vllm_job, spec.epoch, blocks, sum(spec.chunks_after) + len(spec.indices), is_store
         )
@@ -345,12 +345,11 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         return True
 
     def _transfer(self, part: _PartInFlight) -> Transfer:
-        """What is to be copied.
+        """The transfer of `part`.
 
-        A window may have slid past some blocks of chunks that are to be stored. Nobody says which, so that none of the
-        images of that group would be known to be whole: all of them are left out. Of blocks that begin inside a chunk
-        and then follow one another, only that chunk is left out. Of a state, vLLM stores the last block of a chunk
-        alone.
+        Of a store, a sliding window may have moved past some blocks of the chunks. vLLM does not say which, so no image
+        of that group is known to be whole, and all are left out. If the blocks begin inside a chunk and then follow one
+        another, only that chunk is left out. Of a state, vLLM stores the last block of a chunk alone.
         """
         blocks, is_store, begin = part.job.blocks, part.job.is_store, 0
         if part.spec.chunks_before or part.spec.chunks_after:
