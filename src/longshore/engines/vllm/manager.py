@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
+STEP = Protection.STEP
 _IN_A_TIER = (Presence.WARMEST, Presence.COLDER)
 LOAD = Route(HOST, DEVICE)
 _HIT_SOURCES = {HOST: CacheHitSource.HOST, FILE: CacheHitSource.DISK}
@@ -167,9 +168,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         paths = {group: request.looked_up(mine) for group, mine in self._groups.split(keys)}
         origins = dict(zip(request.cache_keys(request.origins), request.origins.values(), strict=True))
         with self._runtime.transaction() as cache:
-            spec = self._load_jobs.begin(
-                cache, name, request.request_number, paths, origins, in_parts=request.loads_in_parts
-            )
+            spec = self._load_jobs.begin(cache, name, request.number, paths, origins, in_parts=request.loads_in_parts)
             self._release(request, cache)
         request.waiting_since = None
         return spec
@@ -425,14 +424,9 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             hint = request.hints.reuse_hint
             with self._runtime.lookup_counters.seconds.timed():
                 seen = cache.lookup(
-                    asks,
-                    now,
-                    protect=Protection.STEP,
-                    independent=True,
-                    request_number=request.request_number,
-                    reuse_hint=hint,
+                    asks, now, protect=STEP, independent=True, request_number=request.number, reuse_hint=hint
                 )
-            request.residency, request.request_number = seen.residency[0], seen.request_number
+            request.residency, request.number = seen.residency[0], seen.request_number
         self._requests_of_step.append(request)
         if must_recompute:
             request.answers = dict.fromkeys(asked, MISS)
@@ -554,12 +548,10 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         there = [key for key, presence in found if presence in _IN_A_TIER]
         for group, mine in self._groups.split(there):
             chunks = {group: GroupKeys(request.cache_keys(mine))}
-            lease = cache.lookup(
-                chunks, now, independent=True, request=request.name, request_number=request.request_number
-            ).lease
-            if lease is not None:
-                cache.prefetch(lease, now, policy=PrefetchPolicy.TIMEOUT, timeout=self._job_context.timeout)
-                request.leases.append(lease)
+            here = cache.lookup(chunks, now, independent=True, request=request.name, request_number=request.number)
+            if here.lease is not None:
+                cache.prefetch(here.lease, now, policy=PrefetchPolicy.TIMEOUT, timeout=self._job_context.timeout)
+                request.leases.append(here.lease)
         request.leased.update(there)
         request.origins.update(dict.fromkeys(request.colder.intersection(there), FILE))
 

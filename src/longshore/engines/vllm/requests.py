@@ -151,7 +151,7 @@ class RequestState:
         counted: Its misses have been counted.
         paths: By our number of a KV cache group, the chunks that follow one another from the first one on.
         hints: Its `RequestHints`.
-        request_number: Its number in the cache, from its first lookup or store on.
+        number: Its number in the cache, from its first lookup or store on.
         source: The replica that it names as the source of its blocks.
         next_probe: When that is probed again, because it computes or stores some of them; 0 if not.
         computed_keys: Cache keys of its chunks that no tier had, kept if peers are served.
@@ -184,7 +184,7 @@ class RequestState:
     counted: bool = False
     paths: dict[int, RequestPath] = field(default_factory=dict)
     hints: RequestHints = field(default_factory=RequestHints)
-    request_number: int | None = None
+    number: int | None = None
     source: ClusterNode | None = None
     next_probe: float = 0.0
     computed_keys: set[Key] = field(default_factory=set)

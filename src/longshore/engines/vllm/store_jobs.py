@@ -114,10 +114,10 @@ class StoreJobs:
         first.lora, first.adapter = store.lora, store.adapter
         request.offered = max([request.offered, *(end_token(key, context) for key in keys)])
         group_slots = [NO_SLOTS] * len(self._groups)
-        if request.request_number is None:
+        if request.number is None:
             asked = {0: GroupKeys(request.cache_keys(keys))}
             reuse_hint = request.hints.reuse_hint
-            request.request_number = cache.lookup(
+            request.number = cache.lookup(
                 asked, first.since, protect=Protection.STEP, independent=True, reuse_hint=reuse_hint
             ).request_number
             cache.end_step()  # what this step loads is leased by now; leading chunks may be evicted for the next ones
@@ -202,7 +202,7 @@ class StoreJobs:
         """Have the cache give slots to the chunks of `path`; `None` if it refuses the call."""
         try:
             return cache.store(
-                {group: path}, wait_for_room=wait_for_room, stream=stream, request_number=store.request.request_number
+                {group: path}, wait_for_room=wait_for_room, stream=stream, request_number=store.request.number
             )[group]
         except IntegrityError:
             raise
