@@ -37,14 +37,7 @@ from longshore.cache.load import Loader, Prefetcher
 from longshore.cache.lookups import LookupCall, Lookups, check_start
 from longshore.cache.offload import Offloader
 from longshore.cache.remote import RemoteTiers
-from longshore.cache.settings import (
-    CacheSettings,
-    DeviceBlocks,
-    PrefetchPolicy,
-    TierSpec,
-    check_retention,
-    seconds,
-)
+from longshore.cache.settings import CacheSettings, DeviceBlocks, PrefetchPolicy, TierSpec, check_retention, seconds
 from longshore.cache.state import CacheState, Level
 from longshore.cache.transfers import Load, Transfers
 from longshore.cache.types import (
@@ -168,8 +161,7 @@ class TieredCache:
             remote_tiers: Those to ask for chunks that they are not known to have or lack: by name, only with
                 `independent` and `Protection.NONE`; `()` for none. `None`: a lookup of paths that protects asks all.
             request: Name of the request, for events.
-            request_number: The number that an earlier lookup of this request returned, so that its uses of a chunk
-                count once.
+            request_number: What an earlier lookup of this request returned, so that its uses of a chunk count once.
             reuse_hint: Hint about when its chunks are used again, with the first lookup of a request.
             count: Count misses, and record the request as an event. An engine that looks up a waiting request
                 repeatedly does so once.

@@ -451,14 +451,10 @@ class CacheState:
             policy.begin(self.last_request_number, len(keys), last, keys[known:], hint)
         return self.last_request_number
 
-    def check_request_number(self, request_number: int | None) -> None:
+    def check_request_number(self, number: int | None) -> None:
         """Raise `CacheError` for a number that no lookup returned."""
-        if request_number is not None and not (
-            isinstance(request_number, int) and 0 < request_number <= self.last_request_number
-        ):
-            raise CacheError(
-                f"request_number: expected 1 to {self.last_request_number}, as lookups say, got {request_number!r}"
-            )
+        if number is not None and not (isinstance(number, int) and 0 < number <= self.last_request_number):
+            raise CacheError(f"request_number: expected 1 to {self.last_request_number}, got {number!r}")
 
     def set_request(self, request_number: int | None) -> None:
         """Count the following uses for the request of this number; for `None`, for the last one that began."""
