@@ -9,14 +9,7 @@ from longshore.cache.manager import TieredCache
 from longshore.cache.partial import Partial, PromptTokens
 from longshore.cache.pool import EDGES, SlotState
 from longshore.cache.recompute_gate import RecomputeGate
-from longshore.cache.settings import (
-    DEFAULT_PRIORITY,
-    CacheGroup,
-    CacheSettings,
-    PrefetchPolicy,
-    Retention,
-    TierSpec,
-)
+from longshore.cache.settings import DEFAULT_PRIORITY, CacheGroup, CacheSettings, PrefetchPolicy, Retention, TierSpec
 from longshore.cache.types import (
     UNKNOWN_START,
     DeviceCopy,

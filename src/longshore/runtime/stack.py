@@ -190,27 +190,24 @@ class Stack:
         origins: Origins,
     ) -> list[str]:
         runtime, per_chunk, sources = self.runtime, self.config.blocks_per_chunk, list[str]()
-        deadline = runtime.clock() + self.config.load_timeout
+        deadline, number = runtime.clock() + self.config.load_timeout, found.request_number
         while len(sources) < found.num_chunks and (left := deadline - runtime.clock()) > 0:
-            done, now = len(sources), runtime.clock()
-            end = min(found.num_chunks, done + self._part)
+            done, now, end = len(sources), runtime.clock(), min(found.num_chunks, len(sources) + self._part)
             part = GroupKeys(path.keys[: path.start + end], path.start + done)
             with runtime.transaction() as cache:
-                here = cache.lookup(
-                    {0: part}, now, request=request, request_number=found.request_number, count=False, remote_tiers=()
-                )
-                if here.lease is None:
+                hit = cache.lookup({0: part}, now, request=request, request_number=number, count=False, remote_tiers=())
+                if hit.lease is None:
                     break
-                cache.prefetch(here.lease, now, policy=PrefetchPolicy.TIMEOUT, timeout=left)
-            mine = blocks[max(0, done * per_chunk - skip) : (done + here.num_chunks) * per_chunk - skip]
+                cache.prefetch(hit.lease, now, policy=PrefetchPolicy.TIMEOUT, timeout=left)
+            mine = blocks[max(0, done * per_chunk - skip) : (done + hit.num_chunks) * per_chunk - skip]
             try:
-                runtime.wait_load(here.lease)
+                runtime.wait_load(hit.lease)
                 if (left := deadline - runtime.clock()) > 0:
-                    self._order_load(here.lease, mine, 0 if done else skip, on_job, origins, left)
-                    sources += self._wait_load(here.lease)
+                    self._order_load(hit.lease, mine, 0 if done else skip, on_job, origins, left)
+                    sources += self._wait_load(hit.lease)
             finally:
                 with runtime.transaction() as cache:
-                    cache.release(here.lease)
+                    cache.release(hit.lease)
             if len(sources) < end:
                 break
         return sources
@@ -225,9 +222,7 @@ class Stack:
         request_number: int | None = None,
         timeout: float = 0.0,
     ) -> int:
-        """Store chunks of a path as `TieredCache.store` does.
-
-        Returns the length of the prefix that is stored, or being stored, afterwards.
+        """Store chunks of a path as `TieredCache.store` does; how long a prefix is stored, or being stored, then.
 
         With `timeout`, in seconds, they are offered in parts of half of the warmest tier, and room that is being made
         for a part is waited for. `on_job` is told which of the `blocks` each job reads.

@@ -10,17 +10,7 @@
 
 from __future__ import annotations
 
-from longshore.boundary import (
-    HOST,
-    Item,
-    Probe,
-    ProbeResult,
-    Route,
-    Slot,
-    Status,
-    Transfer,
-    TransferResult,
-)
+from longshore.boundary import HOST, Item, Probe, ProbeResult, Route, Slot, Status, Transfer, TransferResult
 from longshore.errors import PlanError
 from longshore.tiers.base import BY_KEY, KeyedTier, Op, Tier, TierOp
 from longshore.tiers.host import HostSlabs
