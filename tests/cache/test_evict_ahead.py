@@ -6,7 +6,7 @@ import pytest
 from group_kit import end, orders, settle
 
 from longshore.boundary import FILE, HOST, Key, Status, Transfer
-from longshore.cache import CacheSettings, GroupKeys, TieredCache, TierSpec
+from longshore.cache import CacheSettings, GroupKeys, Retention, TieredCache, TierSpec
 from longshore.cache.eviction import LRU
 from longshore.cache.evictor import Evictor
 from longshore.keys import Scope, chain
@@ -79,13 +79,19 @@ def test_chunk_without_backup_is_passed_over_once_then_evicted() -> None:
     assert (cache.counters.evictions[HOST], cache.counters.demotions[HOST]) == (4, 0)
 
 
-def test_a_reused_node_number_is_not_evicted_before_its_turn() -> None:
-    """The coldest of six dirty chunks was passed over and discarded; a new one, the warmest, takes its node number."""
+def of_six_dirty_chunks() -> tuple[TieredCache, Evictor]:
+    """A cache whose evictor has passed over chunks 0 to 5, all dirty, coldest first."""
     cache = TieredCache([TierSpec(HOST, 8, 64, LRU), TierSpec(FILE, 64, 64, LRU)], CacheSettings(max_writes=1))
     evictor = Evictor(cache._state)
     for name in range(6):
         store(cache, name)
     assert evictor.evict(0, 1, spare_dirty=True) == 0
+    return cache, evictor
+
+
+def test_a_reused_node_number_is_not_evicted_before_its_turn() -> None:
+    """The coldest of six dirty chunks was passed over and discarded; a new one, the warmest, takes its node number."""
+    cache, evictor = of_six_dirty_chunks()
     (coldest,) = path(0, 1)
     node = cache._state.index.get(coldest)
     assert evictor.discard([coldest], 0) == 1
@@ -94,3 +100,28 @@ def test_a_reused_node_number_is_not_evicted_before_its_turn() -> None:
     assert evictor.evict(0, 1, spare_dirty=True) == 0
     assert evictor.evict(0, 1, spare_dirty=False) == 1
     assert {each.key for each in residents_of(cache)} == {path(name, 1)[0] for name in range(2, 7)}
+
+
+def test_chunk_used_since_it_was_passed_over_goes_last() -> None:
+    cache, evictor = of_six_dirty_chunks()
+    cache.release(cache.lookup({0: GroupKeys(path(0, 1))}, 0.0).lease)
+    assert evictor.evict(0, 1, spare_dirty=True) == 0
+    for gone in range(1, 6):
+        assert evictor.evict(0, 1, spare_dirty=False) == 1
+        assert {each.key for each in residents_of(cache)} == {path(name, 1)[0] for name in (0, *range(gone + 1, 6))}
+    assert evictor.evict(0, 1, spare_dirty=False) == 1
+    assert not residents_of(cache)
+
+
+def test_chunk_of_raised_priority_loses_its_turn() -> None:
+    """It is held again, as by a copy that failed, when the turn comes that it had before."""
+    cache, evictor = of_six_dirty_chunks()
+    state = cache._state
+    node = state.index.get(path(0, 1)[0])
+    state.priorities.apply([node], [0], [Retention(0, None, 90)], 0.0)
+    state.policies[0].hold(node)
+    assert evictor.evict(0, 1, spare_dirty=False) == 1
+    assert {each.key for each in residents_of(cache)} == {path(name, 1)[0] for name in (0, 2, 3, 4, 5)}
+    assert evictor.evict(0, 4, spare_dirty=False) == 4
+    assert {each.key for each in residents_of(cache)} == {path(0, 1)[0]}
+    assert evictor.evict(0, 1, spare_dirty=False) == 1

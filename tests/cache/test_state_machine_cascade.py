@@ -172,7 +172,7 @@ class Prompts:
         cache.check_integrity()
 
 
-@pytest.mark.parametrize("seed", [18, 39, 59, 82])
+@pytest.mark.parametrize("seed", [39, 59, 82, 116])
 def test_chunk_back_in_a_warmer_tier_is_kept_below(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     spared = 0
     is_passed_over = Evictor._is_passed_over

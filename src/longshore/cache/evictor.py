@@ -27,7 +27,7 @@ Slabs. A tier with several image sizes moves a slab (`slab_pool`) from one size 
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from itertools import compress, islice
 
@@ -69,9 +69,9 @@ class Evictor:
 
     def __init__(self, state: CacheState) -> None:
         self._state = state
-        self._passed_over: list[list[dict[int, deque[Key]]]] = []
+        self._passed_over: list[list[dict[int, OrderedDict[Key, None]]]] = []
         """Keys of chunks that an eviction passed over, dirty or being copied down, by tier, pool and priority, coldest
-        first; some were cleaned, used, or removed."""
+        first; some were cleaned, used, or removed since, or have another priority."""
         self.clear()
 
     def clear(self) -> None:
@@ -281,18 +281,19 @@ class Evictor:
         if not nodes:
             return
         priority, index = self._state.priorities.of(nodes[0]), self._state.index
-        queue = self._passed_over[tier][pool].setdefault(priority, deque())
+        queue = self._passed_over[tier][pool].setdefault(priority, OrderedDict())
         if len(queue) > 2 * len(self._state.policies[tier]) + 64:
-            keys = list(dict.fromkeys(queue))
-            found = index.key.find_all(keys)
+            found = index.key.find_all(list(queue))
             held = self._state.policy_of(tier, pool).are_held(found).tolist()
             kept = [
                 key
-                for key, node in compress(zip(keys, found.tolist(), strict=True), held)
+                for key, node in compress(zip(queue, found.tolist(), strict=True), held)
                 if self._is_waiting(node, tier, pool, priority)
             ]
-            queue = self._passed_over[tier][pool][priority] = deque(kept)
-        queue.extend(index.key[as_i32(nodes)].tolist())
+            queue = self._passed_over[tier][pool][priority] = OrderedDict.fromkeys(kept)
+        for key in index.key[as_i32(nodes)].tolist():
+            queue[key] = None
+            queue.move_to_end(key)
 
     def _remember_copied(self, nodes: Sequence[int], tier: int, pool: int) -> None:
         """Record those of the held `nodes` that are being copied down, if there are priorities."""
@@ -303,9 +304,9 @@ class Evictor:
         """Whether a chunk of a priority below `priority` was passed over, and may be evicted after a copy."""
         for lower, queue in self._passed_over[tier][pool].items():
             while lower < priority and queue:
-                if self._is_waiting(self._state.index.get(queue[0]), tier, pool, lower):
+                if self._is_waiting(self._state.index.get(next(iter(queue))), tier, pool, lower):
                     return True
-                queue.popleft()
+                queue.popitem(last=False)
         return False
 
     def _is_waiting(self, node: int, tier: int, pool: int, priority: int) -> bool:
@@ -333,8 +334,12 @@ class Evictor:
         for each in sorted(lower for lower in queues if lower <= priority):
             queue, waiting = queues[each], list[Key]()
             while gone < count and queue:
-                key = queue.popleft()
+                key, _ = queue.popitem(last=False)
                 node = self._state.index.get(key)
+                if node and (now := self._state.priorities.of(node)) != each:
+                    if self._is_waiting(node, tier, pool, now):
+                        queues.setdefault(now, OrderedDict()).setdefault(key)
+                    continue
                 # What came back to a warmer tier meanwhile is spared: its children there may be about to follow it
                 # down.
                 may = bool(node) and self._is_passed_over(node, tier, pool) and not self._is_warmer(node, tier)
@@ -343,7 +348,9 @@ class Evictor:
                     gone += 1
                 elif self._state.priorities.used and self._is_waiting(node, tier, pool, each):
                     waiting.append(key)
-            queue.extendleft(reversed(waiting))
+            for key in reversed(waiting):
+                queue[key] = None
+                queue.move_to_end(key, last=False)
         return gone
 
     def is_spared(self, node: int, tier: int, *, spare_dirty: bool) -> bool:
