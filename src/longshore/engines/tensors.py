@@ -29,7 +29,7 @@ def pack(*parts: bytes | str) -> bytes:
 
 def content(tensor: torch.Tensor) -> bytes:
     """The checksum of a tensor's bytes, computed where they are: on the CPU by xxh3, on an accelerator by mix64."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     if not len(flat):
         return b""
     if flat.device.type != "cpu":

@@ -18,7 +18,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, Gemma3TextConfig, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    CLIPVisionConfig,
+    DynamicCache,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import longshore
 from longshore.boundary import FILE, HOST
@@ -295,6 +305,31 @@ def test_sliding_windows_are_refused(tmp_path: Path) -> None:
     gemma = AutoModelForCausalLM.from_config(settings)
     with pytest.raises(EngineError, match="sliding_attention"):
         PrefixStore(gemma, Config.make(host_size="1MiB"))
+
+
+SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (
+            lambda: LlavaForConditionalGeneration(
+                LlavaConfig(vision_config=CLIPVisionConfig(**SMALL), text_config=LlamaConfig(**SMALL))
+            ),
+            "it takes image",
+        ),
+        (
+            lambda: T5ForConditionalGeneration(
+                T5Config(vocab_size=128, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4)
+            ),
+            "encoder",
+        ),
+    ],
+)
+def test_models_that_read_more_than_tokens_are_refused(make: Callable[[], Any], reason: str) -> None:
+    with pytest.raises(EngineError, match=reason):
+        PrefixStore(make(), Config.make(host_size="1MiB"))
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import array
 import functools
 import itertools
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -17,7 +20,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, LlamaConfig, modeling_utils
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    LlamaConfig,
+    modeling_utils,
+)
 from transformers.models.llama import modeling_llama
 
 from longshore import checksums
@@ -38,6 +48,11 @@ def make_model() -> Any:
 def scope(model: Any, salt: str = "") -> bytes:
     layout = from_rows(torch.zeros(4, 64, dtype=torch.uint8), pages_per_block=4, block_size=16)
     return ModelScope(model, salt).compute_scope(layout).digest
+
+
+def attention(model: Any) -> str:
+    layout = from_rows(torch.zeros(4, 64), pages_per_block=4, block_size=16)
+    return ModelScope(model, "").compute_scope(layout).attention
 
 
 def layer(model: Any) -> Any:
@@ -157,6 +172,60 @@ def test_two_changes_have_two_scopes(pair: str) -> None:
     assert scope(models[0]) == scope(models[0])
 
 
+class Factors(list[float]):
+    pass
+
+
+class Hidden:
+    __slots__ = ("__factor",)
+
+    def set(self, factor: float) -> None:
+        self.__factor = factor
+
+
+EDITS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "bytearray": (lambda: bytearray(b"12"), lambda each: each.reverse()),
+    "array": (lambda: array.array("f", [1.0]), lambda each: each.append(2.0)),
+    "objects in an array": (lambda: np.array([1, None]), lambda each: each.fill(2)),
+    "attribute of a list": (Factors, lambda each: setattr(each, "scale", 2.0)),
+    "middle of a tensor in a namespace": (
+        lambda: SimpleNamespace(each=torch.zeros(5000)),
+        lambda names: names.each[2000:3000].fill_(1.0),
+    ),
+    "private slot": (Hidden, lambda each: each.set(2.0)),
+    "conjugate": (lambda: torch.ones(3, dtype=torch.complex64).conj(), lambda each: each.fill_(2j)),
+    "sparse": (lambda: torch.eye(3).to_sparse(), lambda each: each._values().fill_(2)),
+    "compressed rows": (lambda: torch.eye(3).to_sparse_csr(), lambda each: each.values().fill_(2)),
+    "compressed columns": (lambda: torch.eye(3).to_sparse_csc(), lambda each: each.values().fill_(2)),
+    "sparse weight": (lambda: nn.Parameter(torch.eye(3).to_sparse()), lambda each: each.data._values().fill_(2)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS")
+@pytest.mark.parametrize("edit", EDITS)
+def test_values_edited_in_place_change_the_scope(edit: str) -> None:
+    model, (make, change) = make_model(), EDITS[edit]
+    value = make()
+    layer(model).settings = value
+    before = scope(model)
+    assert scope(model) == before
+    change(value)
+    assert scope(model) != before
+
+
+@pytest.mark.parametrize("value", [range(3), slice(1, 2), Decimal("1.5"), datetime(2026, 1, 1, tzinfo=UTC)], ids=str)
+def test_plain_values_without_attributes_are_hashed_by_content(value: Any) -> None:
+    model = make_model()
+    layer(model).settings = value
+    assert "in process" not in attention(model)
+
+
+def test_code_that_names_automatic_classes_is_hashed() -> None:
+    model = make_model()
+    layer(model).kind = AutoModel
+    assert "in process" not in attention(model)
+
+
 def test_code_patched_from_outside_changes_the_scope(monkeypatch: pytest.MonkeyPatch, original: bytes) -> None:
     model = make_model()
 
@@ -218,8 +287,7 @@ def test_numerics_are_part_of_the_scope(original: bytes) -> None:
 def test_opaque_parts_are_private_to_this_process_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
     model = make_model()
     layer(model).mlp.counter = itertools.count()
-    first = ModelScope(model, "").compute_scope(from_rows(torch.zeros(4, 64), pages_per_block=4, block_size=16))
-    assert "in process" in first.attention
+    assert "in process" in attention(model)
     assert scope(model) == scope(model)
     (record,) = [record for record in caplog.records if "is not hashable by content" in record.message]
     assert "model.model.layers.0.mlp.counter" in record.message
@@ -237,8 +305,7 @@ def scaled_by_a_named_tuple(module: Any, args: Any, output: Any) -> None:
 def test_code_that_names_a_named_tuple_is_digested() -> None:
     model = make_model()
     layer(model).register_forward_hook(scaled_by_a_named_tuple)
-    found = ModelScope(model, "").compute_scope(from_rows(torch.zeros(4, 64), pages_per_block=4, block_size=16))
-    assert "in process" not in found.attention
+    assert "in process" not in attention(model)
 
 
 def test_cycles_end() -> None:

@@ -67,7 +67,8 @@ class PrefixStore:
     and 20 to 50 ms for the code. With `fixed_weights` the model is hashed once, when the store is opened.
 
     Args:
-        model: A causal language model with full attention in all layers, batch size one.
+        model: A causal language model with full attention in all layers, batch size one. It takes text alone: prefixes
+            are found by their tokens, and placeholders of two images are the same tokens.
         config: Where the bytes go; `config.blocks_per_chunk` blocks make an image.
         block_size: Tokens per block; whole chunks of a prefix are kept.
         staging_blocks: Number of device blocks that copies pass through; rounded down to two halves of whole chunks, of
@@ -92,7 +93,7 @@ class PrefixStore:
         staging_blocks: int = 64,
         open_file: Callable[..., Tier] = FileTier,
     ) -> None:
-        if (reason := why_not_served(model)) is not None:
+        if (reason := why_not_served(model) or _why_tokens_are_not_enough(model)) is not None:
             raise EngineError(f"{type(model).__name__} cannot be served with tiers: {reason}")
         self._model = model
         self._config = config
@@ -493,6 +494,16 @@ class PrefixStore:
         pages = self._pages[blocks.start : blocks.stop].permute(1, 2, 4, 0, 3, 5)
         for room, some in zip(states, torch.split(pages, _LAYERS_AT_ONCE), strict=True):
             room.narrow(3, first, len(blocks)).copy_(some)
+
+
+def _why_tokens_are_not_enough(model: Any) -> str | None:
+    """Why equal tokens may have other keys and values, so that prefixes cannot be found by them; `None` if not."""
+    if model.config.is_encoder_decoder:
+        return "its decoder attends to what its encoder has read, which the tokens of a prefix do not name"
+    taken = model.input_modalities
+    if others := sorted({taken} - {"text"} if isinstance(taken, str) else {*taken} - {"text"}):
+        return f"it takes {' and '.join(others)}, of which the tokens of a prefix have only placeholders"
+    return None
 
 
 def _by_layer(states: list[torch.Tensor]) -> Iterator[torch.Tensor]:

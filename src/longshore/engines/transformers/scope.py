@@ -11,8 +11,8 @@ is the same in every process for the same content:
     plain values, containers, tensors   by content; the order of sets, and of the keys of mappings, does not count
     functions                           by bytecode, constants, defaults, closure, and the globals that they name
     classes                             by name and code, with their bases
-    other objects                       by class and attributes
-    anything else                       opaque: by identity, which means nothing in another process
+    other objects                       by class and attributes; without attributes, by what pickle keeps of them
+    anything else, and iterators        opaque: by identity, which means nothing in another process
 
 Code of torch, of the standard library and of Longshore, and the base classes of transformers, count by name, as their
 versions are part of the scope; what other packages have put into them counts by content. With something opaque, such
@@ -34,7 +34,7 @@ import threading
 import types
 import weakref
 from collections import deque, namedtuple
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextvars import ContextVar
 from pathlib import PurePath
@@ -53,12 +53,21 @@ _VERSIONED = sys.stdlib_module_names | {"builtins", "torch", "longshore"}
 """Packages whose code counts by name; ours is in the model's reach while its cache has tiers, and computes nothing."""
 
 _CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype)
-_NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, np.dtype, np.generic, PurePath, re.Pattern)
+_NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, np.dtype, np.generic, PurePath, re.Pattern,
+    types.GenericAlias, types.UnionType)  # fmt: skip
 _STATELESS = (logging.Logger, type(threading.Lock()), type(threading.RLock()), ContextVar, object, types.EllipsisType,
     type(vars(namedtuple("_Named", "field"))["field"]))  # fmt: skip
 _CACHED = type(functools.lru_cache(lambda: None))
 _CODE = (types.FunctionType, type, _CACHED, staticmethod, classmethod, property, functools.cached_property,
     functools.partial)  # fmt: skip
+_BY_ROW, _BY_COLUMN = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
+_SPARSE = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), _BY_ROW),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), _BY_COLUMN),
+}
+"""Methods of sparse tensors that return their parts."""
+
 _VOLATILE = frozenset({"_name_or_path", "transformers_version", "architectures", "_commit_hash"})
 """Fields of a model's configuration that name its origin, and do not change what it computes."""
 
@@ -136,14 +145,16 @@ class ValueDigester:
             case bool() | int() | float() | str() | bytes():
                 return pack(repr(value), self._own(value, path))
             case np.ndarray() if not value.dtype.hasobject:
-                return pack(str(value.dtype), str(value.shape), np.ascontiguousarray(value).tobytes())
+                parts = str(value.dtype), str(value.shape), np.ascontiguousarray(value).tobytes()
+                return pack(*parts, *self._of_subclass(value, path))
             case list() | tuple() | deque():
-                return pack(*(self.of(each, f"{path}[{at}]") for at, each in enumerate(value)))
+                elements = (self.of(each, f"{path}[{at}]") for at, each in enumerate(value))
+                return pack(*elements, *self._of_subclass(value, path))
             case Mapping():
                 items = sorted((self.of(key, path), self.of(each, f"{path}[{key!r}]")) for key, each in value.items())
                 return pack(*(part for item in items for part in item), self._own(value, path))
             case AbstractSet():
-                return pack(*sorted(self.of(each, path) for each in value))
+                return pack(*sorted(self.of(each, path) for each in value), *self._of_subclass(value, path))
             case torch.nn.Module():
                 name = self._modules.get(value)
                 return pack("named", name) if name is not None else self._external_module(value, path)
@@ -169,15 +180,25 @@ class ValueDigester:
                 return self.of(value(), path)
         if isinstance(value, _CACHED):
             return self.of(value.__wrapped__, path)
-        if isinstance(value, _NAMED) or type(value).__module__ in ("types", "typing"):
+        if isinstance(value, _NAMED) or type(value).__module__ == "typing":
             return pack(str(value))
         if isinstance(value, types.WrapperDescriptorType | types.MethodDescriptorType | types.GetSetDescriptorType):
             return pack(_name(value))
         if type(value) in _STATELESS or isinstance(value, logging.Logger | types.MemberDescriptorType):
             return b""
-        if not hasattr(value, "__dict__") and not _slots(value):
+        if hasattr(value, "__dict__") or _slots(value):
+            return pack(self.of(type(value), path), self._own(value, path))
+        try:
+            kept = None if isinstance(value, Iterator) else value.__reduce_ex__(4)
+        except Exception:  # noqa: BLE001 - code of any class
+            kept = None
+        if not isinstance(kept, tuple):
             return self._identity(value, path)
-        return pack(self.of(type(value), path), self._own(value, path))
+        return pack(*(self.of(list(part) if isinstance(part, Iterator) else part, path) for part in kept))
+
+    def _of_subclass(self, value: Any, path: str) -> tuple[bytes, ...]:
+        """Attributes of a container, if its class has any."""
+        return (self._own(value, path),) if getattr(value, "__dict__", None) or _slots(value) else ()
 
     def _own(self, value: Any, path: str) -> bytes:
         own = {**getattr(value, "__dict__", {}), **_slots(value)}
@@ -199,9 +220,11 @@ class ValueDigester:
                 names, context = value.__tensor_flatten__()
                 inner = {name: getattr(value, name) for name in names}
                 return pack(*parts, self.of(context, path), self.attributes(inner, path))
+        if value.layout in _SPARSE and not value.is_meta:
+            return pack(*parts, self.attributes({name: getattr(value, name)() for name in _SPARSE[value.layout]}, path))
         try:
             return pack(*parts, self._bytes_of(value))
-        except (RuntimeError, NotImplementedError, TypeError):  # it has no bytes here: meta, sparse
+        except (RuntimeError, NotImplementedError, TypeError):  # it has no bytes here: meta
             return pack(*parts, self._identity(value, path))
 
     def _external_module(self, module: torch.nn.Module, path: str) -> bytes:
@@ -258,7 +281,8 @@ class ValueDigester:
             module = base.__module__ or ""
             root = module.split(".")[0]
             own = {key: each for key, each in vars(base).items() if not _NOT_CODE.fullmatch(key)}
-            if root in _VERSIONED or (root == "transformers" and ".models." not in module):
+            is_model = ".models." in module and not module.startswith("transformers.models.auto.")
+            if root in _VERSIONED or (root == "transformers" and not is_model):
                 own = {key: each for key, each in own.items() if _is_patch(each, root)}
             parts += [_name(base), self.attributes(own, f"{path} {base.__qualname__}")]
         return pack(*parts)
@@ -317,8 +341,12 @@ def _is_patch(value: Any, package: str) -> bool:
 
 
 def _slots(value: Any) -> dict[str, Any]:
-    names = [name for base in type(value).__mro__ for name in np.atleast_1d(vars(base).get("__slots__", ()))]
-    return {str(name): getattr(value, name) for name in names if hasattr(value, name)}
+    names = [
+        f"_{base.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else str(name)
+        for base in type(value).__mro__
+        for name in np.atleast_1d(vars(base).get("__slots__", ()))
+    ]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
 _TOKEN = secrets.token_hex(16)
