@@ -284,9 +284,7 @@ def test_internal_errors_of_stores_are_counted_apart_from_device_errors(
     assert rig.lookup(keys, rig.request("two", keys)) == [MISS, MISS]
 
 
-def test_load_that_a_broken_transfer_engine_ends_is_an_internal_error(
-    rigs: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_load_ended_by_a_broken_transfer_engine_is_internal_error(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rig, keys, fired = rigs(), keys_of(2), list[object]()
     rig.store(keys, [1, 2], rig.request("writer", keys))
     unlucky, worker = rig.request("unlucky", keys), rig.workers[0]

@@ -317,7 +317,7 @@ class RemoteFetches:
         self._groups = groups
         self._peers = peers
         self.peer_waits: Counter[str] = Counter()
-        """How waiting for blocks that a peer computes has ended: `arrived`, `gone`, `timed_out`."""
+        """How waiting for blocks that a peer computes has ended: `arrived`, `gone`, `late`."""
 
     def look_up(
         self,

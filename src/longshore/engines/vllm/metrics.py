@@ -63,12 +63,12 @@ def _definition(about: Metric) -> Any:
 
 
 class OffloadingMetrics:
-    """What vLLM was last told of the counters of one cache and its tiers, and why its requests miss chunks."""
+    """The counters of one cache and its tiers as last reported to vLLM; and why requests miss chunks."""
 
     def __init__(
         self,
         file: HostedFileTier | None = None,
-        stores: Sequence[Tier] = (),
+        remote_stores: Sequence[Tier] = (),
         *,
         histograms: Iterable[tuple[str, tuple[str, ...], Histogram]] = (),
         is_off: bool = False,
@@ -78,8 +78,8 @@ class OffloadingMetrics:
         `histograms` are those of the control plane: name, label values, and the histogram.
         """
         self._file = file
-        self._stores = stores
-        names = [store.name for store in stores]
+        self._remote_stores = remote_stores
+        names = [store.name for store in remote_stores]
         self._tiers = (*_TIERS, *names)
         self._routes = (*_ROUTES, *(route for name in names for route in (f"{HOST}->{name}", f"{name}->{HOST}")))
         self._no_file = {**_QUIET, "off": int(is_off)}
@@ -127,7 +127,7 @@ class OffloadingMetrics:
         """
         new = dict(self._samples(cache)) | (peer_samples() if peers is None else peers)
         serves = {HOST: True, **({FILE: False} if self._no_file["off"] else {})}
-        serves |= {tier.name: not tier.trouble for tier in (self._file, *self._stores) if tier is not None}
+        serves |= {tier.name: not tier.trouble for tier in (self._file, *self._remote_stores) if tier is not None}
         new |= {("longshore_tier_available", (tier,)): int(each and not faults) for tier, each in serves.items()}
         new["longshore_recomputed_chunks", ()] = refused
         new["longshore_weight_changes", ()] = weights
@@ -168,7 +168,8 @@ class OffloadingMetrics:
             yield ("longshore_miss_chunks", (missed.value,)), count
         for failure, times in (self._no_file if self._file is None else self._file.failures).items():
             yield ("longshore_file_failures", (failure,)), times
-        for name, failures in {store.name: store.failures for store in self._stores}.items() or _NO_STORES.items():
+        failures_of = {store.name: store.failures for store in self._remote_stores} or _NO_STORES
+        for name, failures in failures_of.items():
             for failure, times in failures.items():
                 yield ("longshore_store_failures", (name, failure)), times
             answers = counters.probes.get(name) or Counter[Answer]()

@@ -109,7 +109,7 @@ def model_identity(groups: Sequence[Any], memo: Path | None) -> ModelIdentity:
     """
     vllm = vllm_config()
     if vllm is None:
-        return ModelIdentity(windows=(None,) * len(groups), why_not_persistent="vLLM has not told its configuration")
+        return ModelIdentity(windows=(None,) * len(groups), why_not_persistent="vLLM gives no configuration here")
     layers = [_layers(vllm, group.layer_names) for group in groups]
     drafts = getattr(vllm.speculative_config, "draft_model_config", None)
     models = [vllm.model_config, *([] if drafts is None else [drafts])]
@@ -120,7 +120,7 @@ def model_identity(groups: Sequence[Any], memo: Path | None) -> ModelIdentity:
             found = [path for path in paths if path is not None]
             weights = weights_digest(found, _loading_began(vllm), memo / MEMO)
         except (EngineError, OSError) as error:
-            why_not_persistent = f"weights cannot be told apart: {error}"
+            why_not_persistent = f"weights cannot be identified: {error}"
     return ModelIdentity(
         config=settings_digest([_effective(model) for model in models], _fields(vllm.cache_config, _OF_CACHE)),
         weights=weights,

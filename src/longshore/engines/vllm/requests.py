@@ -290,7 +290,7 @@ class JobContext:
     Attributes:
         groups: Its KV cache groups.
         reports: Where ranks report what they have copied.
-        epoch: How often weights had changed when the manager last looked, and device memory has gone or come back.
+        epoch: How often weights had changed at the manager's last check, and device memory was freed or restored.
         clock: In seconds.
         timeout: Seconds for which a request waits for chunks, or offers chunks again.
         slots: Slots of host memory.

@@ -53,7 +53,7 @@ _DRAIN_TIMEOUT = 60.0
 
 @dataclass(frozen=True)
 class SlotsSpec(LoadStoreSpec):  # type: ignore[misc]
-    """Where the chunks of one job lie in the arena.
+    """The slots of one job, or one part of it, in the arena.
 
     Attributes:
         ticket: The number of the manager's `Ticket`; used for no other job or part.
