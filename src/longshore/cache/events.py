@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from operator import itemgetter
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -237,7 +238,8 @@ class Change(NamedTuple, Generic[N]):
     name: N
 
 
-class Contents(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Contents:
     """What a cache holds now, for readers that have missed events."""
 
     log: EventLog
@@ -262,7 +264,10 @@ class Contents(NamedTuple):
         held = [self.index.are_ready(nodes, tier) for tier in self.index.tiers]
         held += [np.fromiter((key in stored for key in keys), bool, len(keys)) for stored in self.stores.values()]
         names = (*self.tiers, *self.stores)
-        codes: list[int] = sum(each.astype(np.int64) << at for at, each in enumerate(held)).tolist()
+        bits = np.zeros(len(keys), np.int64)
+        for at, each in enumerate(held):
+            bits |= each.astype(np.int64) << at
+        codes: list[int] = bits.tolist()
         tiers = {code: tuple(name for at, name in enumerate(names) if code >> at & 1) for code in {*codes}}
         return [tiers[code] for code in codes]
 
