@@ -183,6 +183,18 @@ def test_what_a_router_has_dropped_is_announced_again(rigs: Any, tmp_path: Path)
     assert rig.manager.take_events() == []
 
 
+def test_a_step_announces_a_bounded_number_of_dropped_chunks(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, keys = rigs(events=True), keys_of(4)
+    rig.store(keys, [1, 2, 3, 4], rig.request("writer", keys))
+    rig.manager.take_events()
+    monkeypatch.setattr(events, "STEP", 3)
+    rig.manager.device_was_reset()
+    steps = [rig.manager.take_events() for _ in range(5)]
+    told = [[key for each in step for key in each.keys] for step in steps]
+    assert max(map(len, told)) <= 3
+    assert sorted(key for step in told for key in step) == sorted(keys)
+
+
 def test_no_copy_is_announced_twice_after_a_reset(rigs: Any, tmp_path: Path) -> None:
     """Stored before it and not told yet, stored after it, or told before: one event for each tier of each chunk."""
     rig, keys = rigs(events=True, **file_settings(tmp_path)), keys_of(3)

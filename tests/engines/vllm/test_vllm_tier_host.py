@@ -178,7 +178,7 @@ def test_reset_keeps_slots_of_file_reads_until_they_end(tmp_path: Path, monkeypa
     rig.lookup(KEYS, rig.request("reader", KEYS))
     with monkeypatch.context() as patch:
         patch.setattr(HostProcess, "reaped", False)
-        patch.setattr(tier, "FORGET_TIMEOUT", 0.05)  # a process that is stopped, is ended for that
+        patch.setattr(HostedFileTier, "is_stalled", True)  # its process is not waited for, but ended
         process = rig.process
         rig.manager.reset_cache()
         rig.wait(lambda: process.is_eof)

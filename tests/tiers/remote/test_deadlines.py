@@ -463,15 +463,21 @@ def faulty() -> Iterator[tuple[FaultyStore, Callable[[], Status]]]:
     tier.close()
 
 
-def test_a_session_that_cannot_be_closed_ends_no_thread(
-    faulty: tuple[FaultyStore, Callable[[], Status]], caplog: pytest.LogCaptureFixture
-) -> None:
-    store, read = faulty
+def fail_three_times(store: FaultyStore, read: Callable[[], Status]) -> None:
+    """Each time, the session is closed, and the next read is served by another one."""
     for turn in range(3):
         store.is_wrong = True
         assert read() is Status.IO_ERROR
         assert read() is Status.OK
         assert store.closed == turn + 1
+
+
+def test_a_session_that_cannot_be_closed_ends_no_thread(
+    faulty: tuple[FaultyStore, Callable[[], Status]], caplog: pytest.LogCaptureFixture
+) -> None:
+    store, read = faulty
+    fail_three_times(store, read)
+    assert store.closed == 3
     assert len([each for each in caplog.messages if "closing a session raised" in each]) == 1
 
 
@@ -482,10 +488,7 @@ def test_a_fault_that_comes_again_is_logged_again(
 ) -> None:
     """Once a minute at most, with how often it happened meanwhile."""
     store, read = faulty
-    for _ in range(3):
-        store.is_wrong = True
-        assert read() is Status.IO_ERROR
-        assert read() is Status.OK
+    fail_three_times(store, read)
     monkeypatch.setattr(errors, "_LOG_SECONDS", 0.0)  # a minute later
     store.is_wrong = True
     assert read() is Status.IO_ERROR
