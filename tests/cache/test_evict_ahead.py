@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from group_kit import end, orders, settle
 
 from longshore.boundary import FILE, HOST, Key, Status, Transfer
-from longshore.cache import CacheSettings, GroupKeys, Retention, TieredCache, TierSpec
+from longshore.cache import CacheSettings, GroupKeys, Retention, TieredCache, TierSpec, WritePolicy
 from longshore.cache.eviction import LRU
 from longshore.cache.evictor import Evictor
 from longshore.keys import Scope, chain
@@ -125,3 +127,34 @@ def test_chunk_of_raised_priority_loses_its_turn() -> None:
     assert evictor.evict(0, 4, spare_dirty=False) == 4
     assert {each.key for each in residents_of(cache)} == {path(0, 1)[0]}
     assert evictor.evict(0, 1, spare_dirty=False) == 1
+
+
+def test_one_call_holds_a_bounded_number_of_file_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both tiers have all chunks; those that leave host memory first are the last ones of the file tier."""
+    monkeypatch.setattr("longshore.cache.evictor._MOST_HELD", 40)
+    tiers = [TierSpec(name, 256, 64, LRU) for name in (HOST, FILE)]
+    cache, backups = TieredCache(tiers, CacheSettings(backup=WritePolicy.THROUGH)), list[Transfer]()
+    for name in range(32):
+        cache.store({0: GroupKeys(path(name, 8))}, {0: range(8)})
+        end(cache, orders(cache))
+        backups += orders(cache)
+    end(cache, reversed(backups))
+    held = list[int]()
+    hold = LRU.hold_victims
+
+    def counted(policy: LRU, nodes: Sequence[int]) -> None:
+        held.append(len(nodes))
+        hold(policy, nodes)
+
+    monkeypatch.setattr(LRU, "hold_victims", counted)
+    cache.store({0: GroupKeys(path(100, 8))}, {0: range(8)})
+    end(cache, orders(cache))
+    assert 40 < sum(held) <= 40 + 64
+    assert orders(cache) == []
+    for _ in range(8):
+        cache.apply_results((), 0.0)
+        settle(cache)
+    assert sum(held) >= 200
+    assert not set(path(100, 8)) - {each.key for each in residents_of(cache) if each.slot.tier == FILE}
+    assert cache.counters.evictions[FILE] >= 8
+    cache.check_integrity()

@@ -57,6 +57,10 @@ _ROUNDS = 4
 _AT_FIRST, _AT_LEAST = 2048, 32
 """Size of the first batch of victims; smallest size of later ones, which are twice what the batch before processed."""
 
+_MOST_HELD = 32_768
+"""With so many copies of the coldest of several tiers held, a call ends: copies down that lack room go on in the next
+step."""
+
 _SLABS_EXAMINED = 8
 """Slabs of other sizes that are examined for one that can be reclaimed, least recently used first."""
 
@@ -148,7 +152,11 @@ class Evictor:
         policy, gone, several = self._state.policy_of(tier, pool), 0, min(count, _AT_FIRST)
         rounds = _ROUNDS * len(policy) + _AT_LEAST
         ahead: list[int] = []  # victims named and not yet processed
+        held, most_held = 0, _MOST_HELD if spare_dirty and 0 < tier == self._state.coldest else math.inf
         while gone < count:
+            if held > most_held:
+                self._state.changes += 1  # so that backups are ordered again
+                break
             if len(ahead) < several:
                 ahead = policy.next_victims(several + min(several, _AT_LEAST))
             nodes = ahead[:several]
@@ -175,14 +183,15 @@ class Evictor:
                     done, refused, freed = self._refuse(nodes[: count - gone]) if spare_dirty else (alike, 0, [])
                     policy.hold_victims(nodes[:done])
                     policy.release(freed)
-                    gone, ahead = gone + refused, [] if freed else ahead[done:]
+                    gone, held, ahead = gone + refused, held + done - refused, [] if freed else ahead[done:]
                     continue
             free, done, unclear = self._evict_batch(nodes, tier, policy, count - gone)
             gone, ahead = gone + free, ahead[done:] if done else []
-            several = max(2 * (free or done), _AT_LEAST)
+            several = min(max(2 * (free or done), _AT_LEAST), _AT_FIRST)
             if free or not done:
                 several = min(several, count - gone)
             else:
+                held += done
                 self._remember_copied(nodes[:done], tier, pool)
             if unclear:
                 gone += self._evict_few(tier, min(several, unclear), pool, spare_dirty=spare_dirty)
