@@ -297,6 +297,44 @@ def test_a_cache_that_is_too_short_is_refused(model: Any, config: Config) -> Non
         store.store_prefix([1] * 40, prefill(model, [1] * 39))
 
 
+BAD_LAYERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "fewer tokens": lambda values: values[:, :, :20],
+    "more sequences": lambda values: values.repeat(2, 1, 1, 1),
+    "no sequence": lambda values: values[:0],
+    "three dimensions": lambda values: values[0],
+}
+
+
+@pytest.mark.parametrize("change", BAD_LAYERS)
+def test_each_layer_of_a_cache_is_checked(model: Any, change: str) -> None:
+    with PrefixStore(model, Config.make(host_size="4MiB", fixed_weights=True), block_size=8) as store:
+        cache = prefill(model, [1] * 40)
+        cache.layers[1].values = BAD_LAYERS[change](cache.layers[1].values)
+        with pytest.raises(CacheError, match="layer 1"):
+            store.store_prefix([1] * 40, cache)
+        assert store.restore_prefix([1] * 40)[1] == 0
+
+
+@pytest.mark.parametrize("numbers", [{"block_size": 0}, {"block_size": 1.5}, {"staging_blocks": 0}], ids=str)
+def test_impossible_numbers_are_refused(model: Any, numbers: dict[str, Any]) -> None:
+    with pytest.raises(EngineError, match="expected a whole number of at least 1"):
+        PrefixStore(model, Config.make(host_size="1MiB"), **numbers)
+
+
+def test_no_autograd_history_is_kept_or_restored(model: Any) -> None:
+    tokens = list(range(40))
+    cache = model(torch.tensor([tokens]), past_key_values=DynamicCache()).past_key_values
+    assert cache.layers[0].keys.requires_grad
+    with PrefixStore(model, Config.make(host_size="4MiB", fixed_weights=True), block_size=8) as store:
+        assert store.store_prefix(tokens, cache) == 40
+        restored, _ = store.restore_prefix(tokens)
+        assert not restored.layers[0].keys.requires_grad
+        store.sleep()
+        with torch.inference_mode():
+            store.wake()  # allocates staging blocks
+        assert store.store_prefix(tokens, cache) == 40
+
+
 def test_sliding_windows_are_refused(tmp_path: Path) -> None:
     settings = Gemma3TextConfig(
         vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=4,

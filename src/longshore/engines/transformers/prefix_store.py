@@ -79,7 +79,7 @@ class PrefixStore:
         collector: Metrics for Prometheus, to be registered once, or given to `longshore.metrics.serve_metrics`.
 
     Raises:
-        EngineError: The model cannot be served.
+        EngineError: The model cannot be served, or a number is below 1.
         ConfigError, TierError: The tiers cannot be opened.
         SelfTestError: A block did not come back as it went in.
     """
@@ -95,6 +95,9 @@ class PrefixStore:
     ) -> None:
         if (reason := why_not_served(model) or _why_tokens_are_not_enough(model)) is not None:
             raise EngineError(f"{type(model).__name__} cannot be served with tiers: {reason}")
+        for name, given in (("block_size", block_size), ("staging_blocks", staging_blocks)):
+            if not isinstance(given, int) or given < 1:
+                raise EngineError(f"{name}: expected a whole number of at least 1, got {given!r}")
         self._model = model
         self._config = config
         self._blocks_per_chunk = config.blocks_per_chunk
@@ -143,7 +146,8 @@ class PrefixStore:
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         self._shape = (text.num_hidden_layers, 2, block_size, heads, head_dim)
-        self._pages = torch.zeros((self._staging_blocks, *self._shape), dtype=model.dtype, device=model.device)
+        with torch.inference_mode(mode=False):  # whose tensors could not be written outside of it
+            self._pages = torch.zeros((self._staging_blocks, *self._shape), dtype=model.dtype, device=model.device)
         rows = self._pages.view(self._staging_blocks, -1).view(torch.uint8)
         self._layout = from_rows(
             rows,
@@ -219,13 +223,7 @@ class PrefixStore:
     ) -> int:
         if not len(tokens):
             return 0
-        self._check_states(cache)
-        sequences, length = _states(cache)[0][0].shape[0], cache.get_seq_length()
-        if length < len(tokens) or sequences != 1:
-            raise CacheError(
-                f"expected a cache of one sequence of at least {len(tokens)} tokens, got {sequences} sequences of "
-                f"{length} tokens"
-            )
+        self._check_states(cache, len(tokens))
         kept = half = 0
         while kept < len(keys):
             first, part = kept, keys[: kept + self._half_chunks]
@@ -463,17 +461,25 @@ class PrefixStore:
         first = half * self._staging_blocks // 2
         return range(first, first + chunks * self._blocks_per_chunk)
 
-    def _check_states(self, cache: DynamicCache) -> None:
-        """Raise `CacheError` unless `cache` has the model's layers, heads, head size and dtype."""
+    def _check_states(self, cache: DynamicCache, tokens: int) -> None:
+        """Raise `CacheError` unless `cache` has the model's layers, heads, head size, dtype, and one sequence."""
         layers, _, _, heads, dim = self._shape
         expected = (layers, (heads, dim), self._pages.dtype)
         states = _states(cache)
+        length = cache.get_seq_length()  # a cache may have room for more
         for layer, tensor in ((layer, tensor) for layer, pair in enumerate(states) for tensor in pair):
-            found = (len(states), (tensor.shape[1], tensor.shape[3]), tensor.dtype)
-            if found != expected:
+            shape = tuple(tensor.shape)
+            found = (len(states), shape[1::2], tensor.dtype)
+            if found != expected or len(shape) != 4:
                 what = "a cache of (layers, (heads, head size), dtype)"
-                raise CacheError(f"layer {layer}: expected {what} {expected}, got {found}")
+                raise CacheError(f"layer {layer}: expected {what} {expected}, got {found} in shape {shape}")
+            if shape[0] != 1 or min(shape[2], length) < tokens:
+                raise CacheError(
+                    f"layer {layer}: expected a cache of one sequence of at least {tokens} tokens, got {shape[0]} "
+                    f"sequences of {min(shape[2], length)} tokens"
+                )
 
+    @torch.no_grad()
     def _fill(self, cache: DynamicCache, first_token: int, blocks: range) -> None:
         """Copy tokens of `cache`, shape `(1, heads, tokens, head_dim)` per layer, into staging `blocks`."""
         size = self._block_size
