@@ -64,6 +64,33 @@ def watch_sleeps() -> None:
         EngineCore._reset_caches = _resets(EngineCore._reset_caches)
 
 
+def replace_block_tables() -> None:
+    """Have vLLM's connector replace the block table of a request that is scheduled as a new one for the second time.
+
+    A session of streaming input is, with each input. vLLM 0.32 appends the whole table to the one that it has, and then
+    stores blocks of the beginning under the keys of those behind; 0.33 replaces it. Raises `ContractError` if the
+    method is missing.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (  # noqa: PLC0415
+        OffloadingConnectorScheduler,
+    )
+
+    contract.check_has(OffloadingConnectorScheduler, "_update_req_states")
+    update = OffloadingConnectorScheduler._update_req_states
+    if getattr(update, "replaces_tables", False):
+        return
+
+    @functools.wraps(update)
+    def wrapped(scheduler: Any, output: Any) -> None:
+        for new in output.scheduled_new_reqs:
+            for group in scheduler._req_status[new.req_id].group_states:
+                group.block_ids.clear()
+        update(scheduler, output)
+
+    wrapped.replaces_tables = True  # type: ignore[attr-defined]
+    OffloadingConnectorScheduler._update_req_states = wrapped
+
+
 def _begins_sleep(method: Watched) -> Watched:
     """A method that marks resets of the engine as those of a sleep until its future is done."""
     signature = inspect.signature(method)
