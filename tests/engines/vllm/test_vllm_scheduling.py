@@ -134,7 +134,16 @@ class Scheduling:
             if not block.is_null
         ]
 
-    def _meta(self, new: Any = (), scheduled: Any = None, finished: Any = ()) -> Any:
+    def load_after_preemption(self, name: str, tokens: list[int]) -> Any:
+        """What the workers are told where a reset has preempted a request, which the same step has load its blocks."""
+        request = Request(name, tokens, SamplingParams(max_tokens=1), None, block_hasher=self.hasher)
+        self.scheduler.on_new_request(request)
+        hit, _ = self.scheduler.get_num_new_matched_tokens(request, 0)
+        blocks = tuple(self._allocate(group, len(tokens), hit) for group in self.rig.groups)
+        self.scheduler.update_state_after_alloc(request, KVCacheBlocks(blocks), hit)
+        return self._meta(preempted={name})
+
+    def _meta(self, new: Any = (), scheduled: Any = None, finished: Any = (), preempted: Any = None) -> Any:
         """What the workers are told at the end of a step."""
         return self.scheduler.build_connector_meta(
             SimpleNamespace(
@@ -142,7 +151,7 @@ class Scheduling:
                 scheduled_cached_reqs=SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set()),
                 num_scheduled_tokens=scheduled or {},
                 finished_req_ids=finished,
-                preempted_req_ids=None,
+                preempted_req_ids=preempted,
                 kv_cache_block_copies=None,
                 kv_connector_block_state=None,
             )
@@ -213,6 +222,15 @@ def test_blocks_of_a_session_are_its_own(rigs: Any, groups: list[Group]) -> None
     each.converse("session", [PROMPT[:96], PROMPT[96:150], PROMPT[150:]])
     assert each.ask("reader", PROMPTS[1]) == 208
     assert each.checked > 0
+
+
+def test_a_request_that_a_reset_preempted_may_load_at_once(rigs: Any) -> None:
+    """vLLM 0.32 asserts that whoever was preempted has stores alone, and the engine stops."""
+    each = Scheduling(rigs(page=PAGE, blocks=200, host_size="4MiB"))
+    each.ask("writer", PROMPT)
+    told = each.load_after_preemption("reader", PROMPT)
+    assert len(told.load_jobs) == 1
+    assert not told.jobs_to_flush
 
 
 @pytest.mark.parametrize("per_chunk", [1, 2])

@@ -34,7 +34,7 @@ from longshore.engines.vllm.model import (
 )
 from longshore.engines.vllm.rendezvous import EngineMemory, attach, find, publish, withdraw
 from longshore.engines.vllm.requests import ours
-from longshore.engines.vllm.tiers import SchedulerTiers, open_tiers, replace_block_tables, watch_sleeps
+from longshore.engines.vllm.tiers import SchedulerTiers, correct_connector, open_tiers, watch_sleeps
 from longshore.engines.vllm.worker import LongshoreWorker
 from longshore.errors import EngineError
 from longshore.layout import KVGroup, KVLayout, PageRef
@@ -123,7 +123,7 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
     def get_manager(self) -> LongshoreManager:
         """The scheduler's side. The workers have allocated the memory by now."""
         watch_sleeps()
-        replace_block_tables()
+        correct_connector()
         note = find(self.config.engine_id)
         scope = None
         if self.settings.file_path is not None or self.settings.shares:

@@ -13,6 +13,7 @@ tiers; at level 2 neither is. Host memory that is not kept is given back while t
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import logging
@@ -64,31 +65,43 @@ def watch_sleeps() -> None:
         EngineCore._reset_caches = _resets(EngineCore._reset_caches)
 
 
-def replace_block_tables() -> None:
-    """Have vLLM's connector replace the block table of a request that is scheduled as a new one for the second time.
+def correct_connector() -> None:
+    """Correct two faults of vLLM 0.32's own part of the connector; 0.33 has both right.
 
-    A session of streaming input is, with each input. vLLM 0.32 appends the whole table to the one that it has, and then
-    stores blocks of the beginning under the keys of those behind; 0.33 replaces it. Raises `ContractError` if the
-    method is missing.
+    A session of streaming input is scheduled as a new request with each input. Its whole block table was appended to
+    the one before, and blocks of the beginning were stored under the keys of those behind. And a request that a reset
+    has preempted may load in the same step: an assertion that it has stores alone stopped the engine.
+
+    Raises `ContractError` if a method is missing.
     """
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (  # noqa: PLC0415
         OffloadingConnectorScheduler,
     )
 
-    contract.check_has(OffloadingConnectorScheduler, "_update_req_states")
-    update = OffloadingConnectorScheduler._update_req_states
-    if getattr(update, "replaces_tables", False):
+    contract.check_has(OffloadingConnectorScheduler, "_update_req_states", "build_connector_meta")
+    update, build = OffloadingConnectorScheduler._update_req_states, OffloadingConnectorScheduler.build_connector_meta
+    if getattr(build, "is_corrected", False):
         return
 
     @functools.wraps(update)
-    def wrapped(scheduler: Any, output: Any) -> None:
+    def update_states(scheduler: Any, output: Any) -> None:
         for new in output.scheduled_new_reqs:
             for group in scheduler._req_status[new.req_id].group_states:
                 group.block_ids.clear()
         update(scheduler, output)
 
-    wrapped.replaces_tables = True  # type: ignore[attr-defined]
-    OffloadingConnectorScheduler._update_req_states = wrapped
+    @functools.wraps(build)
+    def build_meta(scheduler: Any, output: Any) -> Any:
+        preempted = set(output.preempted_req_ids or ())
+        loading = preempted.intersection(job.req_id for job in scheduler._current_batch_load_jobs.values())
+        if loading:  # they have no stores: vLLM lets none of those load
+            output = copy.copy(output)
+            output.preempted_req_ids = preempted - loading
+        return build(scheduler, output)
+
+    build_meta.is_corrected = True  # type: ignore[attr-defined]
+    OffloadingConnectorScheduler._update_req_states = update_states
+    OffloadingConnectorScheduler.build_connector_meta = build_meta
 
 
 def _begins_sleep(method: Watched) -> Watched:
