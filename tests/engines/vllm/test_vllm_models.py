@@ -44,7 +44,7 @@ def test_every_answer_is_that_of_the_oracle(model: str, serve: Serve, oracles: A
 def test_chunks_of_several_blocks_in_several_groups(
     model: str, chunks: dict[str, int], cached: list[int], serve: Serve, tmp_path: Path
 ) -> None:
-    """By the extra configuration: a window begins and ends within a chunk, a state is the last block of one."""
+    """A window begins and ends within a chunk, a state is the last block of one."""
     oracle, ask = ask_oracle(serve, model, chunks), asked(prompts())
     assert [each["cached"] for each in oracle[3:]] == cached
     steps = [*ask, ["reset"], *ask, ["drop_host"], ["reset"], *ask]

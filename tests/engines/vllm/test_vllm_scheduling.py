@@ -80,6 +80,30 @@ class Scheduling:
         self._run(self._meta(finished={name}))
         return int(hit)
 
+    def converse(self, name: str, inputs: list[list[int]]) -> None:
+        """Serve a session of streaming input: each time vLLM schedules it as a new request, with all of its blocks."""
+        request = Request(name, [], SamplingParams(max_tokens=1), None, block_hasher=self.hasher, resumable=True)
+        self.scheduler.on_new_request(request)
+        tokens: list[int] = []
+        blocks: list[list[KVCacheBlock]] = [[] for _ in self.rig.groups]
+        for each in inputs:
+            before, tokens = len(tokens), tokens + each
+            request.prompt_token_ids.extend(each)
+            request._all_token_ids.extend(each)
+            request.num_prompt_tokens = len(tokens)
+            request.update_block_hashes()
+            if not before:
+                assert self.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+            for group, mine in zip(self.rig.groups, blocks, strict=True):
+                mine += [KVCacheBlock(next(self.free)) for _ in range(len(mine), -(-len(tokens) // group.tokens))]
+            self._compute(tokens, blocks, before)
+            new = SimpleNamespace(req_id=name, block_ids=tuple([block.block_id for block in mine] for mine in blocks))
+            self._run(self._meta(new=[new], scheduled={name: len(each)}))
+            request.num_computed_tokens = len(tokens)
+        request.status = RequestStatus.FINISHED_STOPPED
+        self.scheduler.request_finished(request)
+        self._run(self._meta(finished={name}))
+
     def _allocate(self, group: Group, tokens: int, hit: int) -> list[KVCacheBlock]:
         """Fresh blocks, but for those that a window has slid past already."""
         first = 0 if group.window is None else max(0, hit - group.window + 1) // group.tokens
@@ -110,7 +134,16 @@ class Scheduling:
             if not block.is_null
         ]
 
-    def _meta(self, new: Any = (), scheduled: Any = None, finished: Any = ()) -> Any:
+    def load_after_preemption(self, name: str, tokens: list[int]) -> Any:
+        """What the workers are told where a reset has preempted a request, which the same step has load its blocks."""
+        request = Request(name, tokens, SamplingParams(max_tokens=1), None, block_hasher=self.hasher)
+        self.scheduler.on_new_request(request)
+        hit, _ = self.scheduler.get_num_new_matched_tokens(request, 0)
+        blocks = tuple(self._allocate(group, len(tokens), hit) for group in self.rig.groups)
+        self.scheduler.update_state_after_alloc(request, KVCacheBlocks(blocks), hit)
+        return self._meta(preempted={name})
+
+    def _meta(self, new: Any = (), scheduled: Any = None, finished: Any = (), preempted: Any = None) -> Any:
         """What the workers are told at the end of a step."""
         return self.scheduler.build_connector_meta(
             SimpleNamespace(
@@ -118,7 +151,7 @@ class Scheduling:
                 scheduled_cached_reqs=SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set()),
                 num_scheduled_tokens=scheduled or {},
                 finished_req_ids=finished,
-                preempted_req_ids=None,
+                preempted_req_ids=preempted,
                 kv_cache_block_copies=None,
                 kv_connector_block_state=None,
             )
@@ -180,6 +213,24 @@ def test_what_is_loaded_is_what_was_computed(
     assert rig.cache.leases == rig.cache.protected == 0
     assert rig.cache.jobs_in_flight == 0
     rig.cache.check_integrity()
+
+
+@pytest.mark.parametrize("groups", [[FULL], [FULL, WINDOW]])
+def test_blocks_of_a_session_are_its_own(rigs: Any, groups: list[Group]) -> None:
+    """vLLM 0.32 appends the table of a request that is scheduled as a new one again, and takes blocks of before."""
+    each = Scheduling(rigs(groups=groups, page=PAGE, blocks=200, host_size="4MiB"))
+    each.converse("session", [PROMPT[:96], PROMPT[96:150], PROMPT[150:]])
+    assert each.ask("reader", PROMPTS[1]) == 208
+    assert each.checked > 0
+
+
+def test_a_request_that_a_reset_preempted_may_load_at_once(rigs: Any) -> None:
+    """vLLM 0.32 asserts that whoever was preempted has stores alone, and the engine stops."""
+    each = Scheduling(rigs(page=PAGE, blocks=200, host_size="4MiB"))
+    each.ask("writer", PROMPT)
+    told = each.load_after_preemption("reader", PROMPT)
+    assert len(told.load_jobs) == 1
+    assert not told.jobs_to_flush
 
 
 @pytest.mark.parametrize("per_chunk", [1, 2])

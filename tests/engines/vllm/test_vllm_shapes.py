@@ -117,7 +117,7 @@ def test_store_that_begins_inside_a_chunk_skips_that_chunk(rigs: Any) -> None:
         assert all(map(torch.equal, rig.bytes_of(0, block), bytes_before))
 
 
-def test_the_last_block_of_a_chunk_is_all_of_a_state(rigs: Any) -> None:
+def test_the_last_block_of_a_chunk_is_a_state(rigs: Any) -> None:
     """vLLM offers one state at a time, and has no other block of the chunk: not even where a window would."""
     rig = rigs(groups=(Group(0), Group(1, is_state=True), Group(2, window=100)), per_chunk=2)
     states, sliding = keys_of(2, 1), keys_of(1, 2)

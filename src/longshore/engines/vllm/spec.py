@@ -39,7 +39,7 @@ from longshore.engines.vllm.rendezvous import (
     wait_for_memory_info,
 )
 from longshore.engines.vllm.requests import cache_keys
-from longshore.engines.vllm.tiers import SchedulerTiers, open_tiers, watch_sleeps
+from longshore.engines.vllm.tiers import SchedulerTiers, correct_connector, open_tiers, watch_sleeps
 from longshore.engines.vllm.weight_changes import watch_calls
 from longshore.engines.vllm.worker import LongshoreWorker
 from longshore.errors import EngineError
@@ -129,6 +129,7 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
     def get_manager(self) -> LongshoreManager:
         """The scheduler's side. The workers have allocated the memory by now."""
         watch_sleeps()
+        correct_connector()
         memory = wait_for_memory_info(self.config.engine_id)
         scope = None
         if self.settings.file_path is not None or self.settings.shares:

@@ -13,6 +13,7 @@ tiers; at level 2 neither is. Host memory that is not kept is freed while the en
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import logging
@@ -63,6 +64,45 @@ def watch_sleeps() -> None:
         EngineCore.sleep = _mark_sleep(EngineCore.sleep)
         EngineCore.release_kv_cache_memory = _mark_sleep(EngineCore.release_kv_cache_memory)
         EngineCore._reset_caches = _mark_reset(EngineCore._reset_caches)
+
+
+def correct_connector() -> None:
+    """Correct two faults of vLLM 0.32's own part of the connector; 0.33 has both right.
+
+    A session of streaming input is scheduled as a new request with each input. Its whole block table was appended to
+    the one before, and blocks of the beginning were stored under the keys of those behind. And a request that a reset
+    has preempted may load in the same step: an assertion that it has stores alone stopped the engine.
+
+    Raises `ContractError` if a method is missing.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (  # noqa: PLC0415
+        OffloadingConnectorScheduler,
+    )
+
+    contract.check_has(OffloadingConnectorScheduler, "_update_req_states", "build_connector_meta")
+    update, build = OffloadingConnectorScheduler._update_req_states, OffloadingConnectorScheduler.build_connector_meta
+    if getattr(build, "is_corrected", False):
+        return
+
+    @functools.wraps(update)
+    def update_states(scheduler: Any, output: Any) -> None:
+        for new in output.scheduled_new_reqs:
+            for group in scheduler._req_status[new.req_id].group_states:
+                group.block_ids.clear()
+        update(scheduler, output)
+
+    @functools.wraps(build)
+    def build_meta(scheduler: Any, output: Any) -> Any:
+        preempted = set(output.preempted_req_ids or ())
+        loading = preempted.intersection(job.req_id for job in scheduler._current_batch_load_jobs.values())
+        if loading:  # they have no stores: vLLM lets none of those load
+            output = copy.copy(output)
+            output.preempted_req_ids = preempted - loading
+        return build(scheduler, output)
+
+    build_meta.is_corrected = True  # type: ignore[attr-defined]
+    OffloadingConnectorScheduler._update_req_states = update_states
+    OffloadingConnectorScheduler.build_connector_meta = build_meta
 
 
 def _mark_sleep(method: Watched) -> Watched:
