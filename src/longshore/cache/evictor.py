@@ -58,8 +58,7 @@ _AT_FIRST, _AT_LEAST = 2048, 32
 """Size of the first batch of victims; smallest size of later ones, which are twice what the batch before processed."""
 
 _MOST_HELD = 32_768
-"""With so many copies of the coldest of several tiers held, a call ends: copies down that lack room go on in the next
-step."""
+"""A call ends when it holds so many copies of the coldest of several tiers; the next step continues."""
 
 _SLABS_EXAMINED = 8
 """Slabs of other sizes that are examined for one that can be reclaimed, least recently used first."""
@@ -292,13 +291,8 @@ class Evictor:
         priority, index = self._state.priorities.of(nodes[0]), self._state.index
         queue = self._passed_over[tier][pool].setdefault(priority, OrderedDict())
         if len(queue) > 2 * len(self._state.policies[tier]) + 64:
-            found = index.key.find_all(list(queue))
-            held = self._state.policy_of(tier, pool).are_held(found).tolist()
-            kept = [
-                key
-                for key, node in compress(zip(queue, found.tolist(), strict=True), held)
-                if self._is_waiting(node, tier, pool, priority)
-            ]
+            held = self._state.policy_of(tier, pool).are_held(index.key.find_all(list(queue))).tolist()
+            kept = [key for key in compress(queue, held) if self._is_waiting(index.get(key), tier, pool, priority)]
             queue = self._passed_over[tier][pool][priority] = OrderedDict.fromkeys(kept)
         for key in index.key[as_i32(nodes)].tolist():
             queue[key] = None
@@ -520,9 +514,8 @@ class Evictor:
         `left` is the number of children that nodes will have left, of those that lose some; it is updated.
         """
         parent, reach, is_held = self._state.index.parent, self._state.index.num_children[0], policy.is_held
-        if (
-            most < 1 or not self._evictable_sole(np.array((node,), np.int32), tier)[0]
-        ):  # as when a warmer tier has the whole path
+        # The copy cannot be evicted if, for instance, a warmer tier has the whole path.
+        if most < 1 or not self._evictable_sole(np.array((node,), np.int32), tier)[0]:
             return []
         chain: list[int] = []
         while node > ORPHANS and len(chain) < most and is_held(node):
