@@ -9,7 +9,7 @@ import pytest
 from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadingHistogramMetadata, OffloadKey
 from vllm_kit import TOKENS, Rig, file_settings, keys_of
 
-from longshore.cache import TieredCache, TierSpec
+from longshore.cache import TieredCache, TierSpec, events
 from longshore.engines.vllm import LongshoreSpec, spec
 from longshore.engines.vllm.metrics import OffloadingMetrics, zero
 from longshore.engines.vllm.requests import ours

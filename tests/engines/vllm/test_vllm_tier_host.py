@@ -16,7 +16,7 @@ from vllm_kit import Rig, file_settings, keys_of
 
 from longshore.engines.vllm.metrics import zero
 from longshore.engines.vllm.requests import ours
-from longshore.runtime.tier_host import HostedFileTier, tier
+from longshore.runtime.tier_host import HostedFileTier
 from longshore.runtime.tier_host.supervisor import HostProcess
 from longshore.tiers.file.directory import COPIES
 
