@@ -343,8 +343,7 @@ class Evictor:
                     if self._is_waiting(node, tier, pool, now):
                         queues.setdefault(now, OrderedDict()).setdefault(key)
                     continue
-                # What came back to a warmer tier meanwhile is spared: its children there may be about to follow it
-                # down.
+                # A chunk that is back in a warmer tier is spared: its children there may be copied down soon.
                 may = bool(node) and self._is_passed_over(node, tier, pool) and not self._is_warmer(node, tier)
                 if may and self.can_evict(node, tier):
                     self._drop(node, tier)
