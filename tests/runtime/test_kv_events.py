@@ -379,7 +379,7 @@ def test_a_path_that_files_had_at_start_is_one_event(opened: Open) -> None:
         assert router.tokens[block_hash(key)] == (parent, mine)
 
 
-def test_a_batch_after_a_gap_has_a_bounded_number_of_chunks(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_after_a_gap_has_bounded_chunks(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log, "STEP", 8)
     publisher = opened()
     taps, router, count = Taps(publisher), Router(), 50
