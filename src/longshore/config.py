@@ -30,8 +30,7 @@ from pydantic import (
 )
 
 from longshore.boundary import FILE, HOST
-from longshore.cache.settings import HIGHEST_PRIORITY, PrefetchPolicy
-from longshore.cache.write_policy import WritePolicy
+from longshore.cache.settings import HIGHEST_PRIORITY, PrefetchPolicy, WritePolicy
 from longshore.errors import ConfigError
 from longshore.hints import RequestHints
 from longshore.tiers.remote.settings import parse_url

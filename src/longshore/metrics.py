@@ -27,7 +27,7 @@ from prometheus_client.samples import Exemplar, Sample
 
 from longshore import __version__
 from longshore.cache import Counters, TierStats
-from longshore.cache.counters import Histogram
+from longshore.cache.types import Histogram
 from longshore.monitoring.endpoint import HealthReport, serve_metrics
 from longshore.monitoring.metric_table import LOOKUP_SECONDS, METRICS, MetricKind
 from longshore.runtime import EventRecorder, Runtime

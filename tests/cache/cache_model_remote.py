@@ -16,7 +16,7 @@ from cache_movers import Job
 
 from longshore.boundary import HOST, Key, Probe, ProbeResult, Status, Transfer
 from longshore.cache import DropReason, GroupKeys, MissReason
-from longshore.cache.counters import Answer
+from longshore.cache.types import Answer
 
 
 class Question:

@@ -11,8 +11,7 @@ from group_kit import end, orders, settle
 from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
 from longshore.cache import CacheSettings, DropReason, Retention, TieredCache, TierSpec, WritePolicy
 from longshore.cache.eviction import LRU
-from longshore.cache.settings import DEFAULT_PRIORITY, priorities, said
-from longshore.cache.write_policy import OfferFilter
+from longshore.cache.settings import DEFAULT_PRIORITY, OfferFilter, priorities, said
 from longshore.errors import CacheError, JobError
 from residents import residents_of
 

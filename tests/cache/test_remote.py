@@ -24,7 +24,7 @@ from longshore.cache import (
     WritePolicy,
     WriteRule,
 )
-from longshore.cache.counters import Answer
+from longshore.cache.types import Answer
 from longshore.errors import CacheError, JobError
 from residents import residents_of
 

@@ -8,7 +8,7 @@ from cache_model import World
 
 from longshore.boundary import FILE, HOST, Status
 from longshore.cache import DropReason, WritePolicy, WriteRule
-from longshore.cache.write_policy import SAVED_SECONDS, WriteBudget
+from longshore.cache.settings import SAVED_SECONDS, WriteBudget
 from longshore.errors import CacheError
 from residents import residents_of
 

@@ -10,7 +10,7 @@ from prometheus_client.samples import Sample
 from longshore import __version__
 from longshore.boundary import Route, Status, Transfer, TransferResult
 from longshore.cache import GroupKeys, TieredCache, TierSpec
-from longshore.cache.counters import Histogram
+from longshore.cache.types import Histogram
 from longshore.metrics import LongshoreCollector
 from longshore.monitoring.metric_table import EVICTED_AGE_SECONDS, LOOKUP_SECONDS, METRICS
 from longshore.runtime import Runtime

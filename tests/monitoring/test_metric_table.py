@@ -17,7 +17,7 @@ from grafana_foundation_sdk.models.prometheus import Dataquery
 
 from longshore.boundary import DISK_PAGE
 from longshore.cache import DropReason, MissReason
-from longshore.cache.counters import Answer
+from longshore.cache.types import Answer
 from longshore.monitoring import board, page, rules
 from longshore.monitoring.metric_table import METRICS, VALUES, MetricKind
 from longshore.runtime.tier_host import FAILURE_REASONS as OF_FILES

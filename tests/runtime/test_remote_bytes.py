@@ -11,7 +11,7 @@ import torch
 
 from longshore.boundary import HOST, Slabs
 from longshore.cache import CacheSettings, DropReason, Found, GroupKeys, MissReason, TieredCache, TierSpec
-from longshore.cache.counters import Answer
+from longshore.cache.types import Answer
 from longshore.layout import KVLayout, from_rows
 from longshore.runtime import BackgroundLoop, KeyedMover, Runtime
 from longshore.testing import KeyStore, StoreFault

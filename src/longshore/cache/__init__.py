@@ -1,6 +1,5 @@
 """The control plane: what is where, what moves, what is evicted. Plain Python, sans I/O."""
 
-from longshore.cache.counters import Counters, DropReason, MissReason, RouteTotals, SizeStats, TierStats
 from longshore.cache.events import Event, EventKind
 from longshore.cache.eviction.hit_rates import ReuseHint
 from longshore.cache.explain import Account, Verdict, explain
@@ -9,23 +8,37 @@ from longshore.cache.manager import TieredCache
 from longshore.cache.partial import Partial, PromptTokens
 from longshore.cache.pool import EDGES, SlotState
 from longshore.cache.recompute_gate import RecomputeGate
-from longshore.cache.settings import DEFAULT_PRIORITY, CacheGroup, CacheSettings, PrefetchPolicy, Retention, TierSpec
+from longshore.cache.settings import (
+    DEFAULT_PRIORITY,
+    CacheGroup,
+    CacheSettings,
+    PrefetchPolicy,
+    Retention,
+    TierSpec,
+    WritePolicy,
+    WriteRule,
+)
 from longshore.cache.types import (
     UNKNOWN_START,
+    Counters,
     DeviceCopy,
+    DropReason,
     Found,
     GroupKeys,
     Lease,
     LoadJob,
+    MissReason,
     Need,
     Outcome,
     Progress,
     Protection,
+    RouteTotals,
     Run,
     ScheduledLoad,
     ScheduledStore,
+    SizeStats,
+    TierStats,
 )
-from longshore.cache.write_policy import WritePolicy, WriteRule
 
 __all__ = [
     "DEFAULT_PRIORITY",

@@ -23,8 +23,8 @@ import numpy as np
 
 from longshore.boundary import Key, StoredChunks
 from longshore.cache.columns import LISTS, as_i32
-from longshore.cache.counters import MissReason
 from longshore.cache.nodes import Nodes
+from longshore.cache.types import MissReason
 from longshore.errors import TraceError
 
 EVICTED = "evicted"

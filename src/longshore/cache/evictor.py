@@ -36,7 +36,6 @@ import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.cache.columns import as_i32, count_leading, i32_view, u8_view
-from longshore.cache.counters import DropReason
 from longshore.cache.events import EVICTED
 from longshore.cache.eviction import EvictionPolicy
 from longshore.cache.nodes import ORPHANS
@@ -44,6 +43,7 @@ from longshore.cache.pool import DRAINING, READY
 from longshore.cache.settings import HIGHEST_PRIORITY
 from longshore.cache.slab_pool import SlabPool
 from longshore.cache.state import CacheState
+from longshore.cache.types import DropReason
 from longshore.errors import CapacityError, IntegrityError
 
 Mask = npt.NDArray[np.bool_]

@@ -21,13 +21,12 @@ import numpy.typing as npt
 
 from longshore.boundary import Addresses, Key, Section, Slots
 from longshore.cache.columns import count_leading, i32_view, u8_view
-from longshore.cache.counters import MissReason
-from longshore.cache.leases import LeasedChunks, LeaseRecord, Leases
+from longshore.cache.lookups import LeasedChunks, LeaseRecord, Leases
 from longshore.cache.offload import Offloader
 from longshore.cache.pool import READY
 from longshore.cache.settings import PrefetchPolicy, seconds
 from longshore.cache.transfers import Load, TierSlots, Transfers, Wait
-from longshore.cache.types import origins_of
+from longshore.cache.types import MissReason, origins_of
 from longshore.errors import CacheError
 
 LOAD_BATCH = 16

@@ -29,27 +29,28 @@ from longshore.boundary import (
     TransferResult,
 )
 from longshore.cache.adoption import Chunk, adopt
-from longshore.cache.counters import Counters, MissReason, TierStats
 from longshore.cache.events import Announcements, Contents, Event
 from longshore.cache.eviction.hit_rates import ReuseHint, check_reuse_hint
-from longshore.cache.leases import Leases
 from longshore.cache.load import Loader, Prefetcher
-from longshore.cache.lookups import LookupCall, Lookups, check_start
+from longshore.cache.lookups import Leases, LookupCall, Lookups, check_start
 from longshore.cache.offload import Offloader
 from longshore.cache.remote import RemoteTiers
 from longshore.cache.settings import CacheSettings, DeviceBlocks, PrefetchPolicy, TierSpec, check_retention, seconds
 from longshore.cache.state import CacheState, Level
 from longshore.cache.transfers import Load, Transfers
 from longshore.cache.types import (
+    Counters,
     DeviceCopy,
     Found,
     GroupKeys,
     Lease,
     LoadJob,
+    MissReason,
     Progress,
     Protection,
     ScheduledLoad,
     ScheduledStore,
+    TierStats,
     check_blocks,
     check_distinct,
     check_paths,

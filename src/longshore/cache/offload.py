@@ -1,7 +1,7 @@
 """Writes to colder tiers: which chunks are stored, when, and which are dropped.
 
     offload   device ──► host                   chunks that are complete, or about to be evicted, by the write rule
-    backup    host ──► file ──► the next ...    heads first, by the write rules (`longshore.cache.write_policy`)
+    backup    host ──► file ──► the next ...    heads first, by the write rules (`longshore.cache.settings`)
 
 Offloads for which there is no room are dropped and counted. Backups are postponed.
 
@@ -21,12 +21,10 @@ import numpy.typing as npt
 
 from longshore.boundary import Addresses, Key, Section, Slots
 from longshore.cache.columns import as_i32, count_leading, i32_view, runs_of
-from longshore.cache.counters import DropReason
 from longshore.cache.nodes import ROOT
-from longshore.cache.settings import Retention, priorities
+from longshore.cache.settings import OfferFilter, Retention, WriteBudget, WriteRule, priorities
 from longshore.cache.transfers import TierSlots, Transfers
-from longshore.cache.types import GroupKeys, ScheduledStore
-from longshore.cache.write_policy import OfferFilter, WriteBudget, WriteRule
+from longshore.cache.types import DropReason, GroupKeys, ScheduledStore
 
 OFFER_FILTER_SIZE = 1 << 16
 """Number of chunks whose offers a selective write policy counts before they are stored."""

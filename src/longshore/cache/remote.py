@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from longshore.boundary import Key, Probe, ProbeResult, Status
-from longshore.cache.counters import Answer, DropReason, MissReason
 from longshore.cache.events import EventKind
+from longshore.cache.settings import OfferFilter, WritePolicy, WriteRule
 from longshore.cache.transfers import Job, TierSlots, Transfers
-from longshore.cache.write_policy import OfferFilter, WritePolicy, WriteRule
+from longshore.cache.types import Answer, DropReason, MissReason
 from longshore.errors import JobError
 
 MAX_ANSWERS = 1 << 16

@@ -23,7 +23,6 @@ import numpy.typing as npt
 from longshore.boundary import Key, Status
 from longshore.cache.backlog import Backlog
 from longshore.cache.columns import as_i32, i32_view, u8_view, unique
-from longshore.cache.counters import Counters, MissReason, SizeStats, TierStats
 from longshore.cache.events import EVICTED, RESET, EventKind, EventLog
 from longshore.cache.eviction import EvictionPolicy
 from longshore.cache.eviction.hit_rates import ReuseHint, ReuseHints
@@ -34,7 +33,7 @@ from longshore.cache.partial import PartialPrefixes
 from longshore.cache.pool import DRAINING, FILLING, FREE, READY, SlotPool
 from longshore.cache.priorities import Priorities, WindowMarks
 from longshore.cache.settings import CacheSettings
-from longshore.cache.types import Run
+from longshore.cache.types import Counters, MissReason, Run, SizeStats, TierStats
 from longshore.errors import CacheError
 from longshore.monitoring.metric_table import EVICTED_AGE_SECONDS
 

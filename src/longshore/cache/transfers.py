@@ -41,12 +41,11 @@ from longshore.boundary import (
     Urgency,
 )
 from longshore.cache.columns import as_i32, i32_view
-from longshore.cache.counters import DropReason, MissReason
 from longshore.cache.events import WEIGHTS, EventKind
 from longshore.cache.evictor import Evictor
 from longshore.cache.settings import CacheSettings
 from longshore.cache.state import CacheState
-from longshore.cache.types import Outcome
+from longshore.cache.types import DropReason, MissReason, Outcome
 from longshore.errors import CacheError, JobError
 
 

@@ -1,17 +1,37 @@
-"""Arguments and results of the methods of `TieredCache`: keys, leases, jobs, progress; and checks of arguments."""
+"""Arguments and results of the methods of `TieredCache`: keys, leases, jobs, progress, counters; checks of arguments.
+
+`longshore.metrics` exports the counters; `longshore.monitoring.metric_table` has their names and buckets.
+"""
 
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+import time
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import astuple, dataclass, field
+from typing import Any, NamedTuple
 
-from longshore.boundary import Addresses, Key, Slot, Slots
+import numpy as np
+import numpy.typing as npt
+
+from longshore.boundary import Addresses, Key, Slot, Slots, Status, TransferResult
 from longshore.cache.index import Residency
 from longshore.cache.partial import Partial, PromptTokens
 from longshore.cache.settings import Retention
 from longshore.errors import CacheError
+from longshore.monitoring.metric_table import (
+    EVICTED_AGE_SECONDS,
+    LOAD_SECONDS,
+    LOOKUP_SECONDS,
+    METRICS,
+    QUEUE_SECONDS,
+    TRANSFER_SIZE_BYTES,
+)
 
 UNKNOWN_START = -(1 << 30)
 """`GroupKeys.start` of a lookup whose caller does not say what is before its keys."""
@@ -229,3 +249,295 @@ def check_time(now: float) -> None:
 
 def _brief(value: object) -> str:
     return f"{value!r:.60}"
+
+
+class MissReason(enum.Enum):
+    """Why a requested chunk was not loaded from a tier. Complete: there is no "other"."""
+
+    ABSENT = "absent"  # no tier has it
+    REMOTE = "remote"  # only a remote tier is known to have it; it was not prefetched
+    IN_FLIGHT = "in_flight"  # being written to its first tier
+    NO_ROOM = "no_room"  # the host tier had no room to read it into
+    AFTER_MISS = "after_miss"  # in a tier, but after a chunk that missed
+    CORRUPT = "corrupt"  # its checksum did not match
+    MISMATCH = "mismatch"  # the slot had a valid record of another key, scope or generation
+    SHORT = "short"  # its record was shorter than the image
+    IO_ERROR = "io_error"  # reading it failed in the operating system or a store
+    DEVICE_ERROR = "device_error"  # copying it to the device failed; the tier keeps it
+    INTERNAL_ERROR = "internal_error"  # a bug: an exception ended the transfer; the tier keeps it
+    NO_SPACE = "no_space"  # a medium was full
+    DEADLINE = "deadline"  # the load timed out, before it began or while it ran
+    CANCELLED = "cancelled"  # the request or a reset cancelled the load
+    TIER_OFF = "tier_off"  # the tier was closed or disabled
+    UNAVAILABLE = "unavailable"  # no tier host ran, its disk was stalled, or a store's breaker was open
+    NOT_FOUND = "not_found"  # a remote tier did not have it, or not any more
+    QUEUE_FULL = "queue_full"  # a bounded queue was full
+
+    @classmethod
+    def of(cls, status: Status) -> MissReason:
+        """The reason for the status of a failed item."""
+        return cls(status.value)
+
+
+class DropReason(enum.Enum):
+    """Why a chunk was not stored. Complete: there is no "other"."""
+
+    NO_ROOM = "no_room"  # nothing in the tier can be evicted, or has fewer expected hits
+    BACKPRESSURE = "backpressure"  # too many writes are in flight
+    NO_PARENT = "no_parent"  # no tier has the chunk before it, and no slot was free
+    WRITE_FAILED = "write_failed"  # the copy was attempted and did not succeed
+    BELOW_THRESHOLD = "below_threshold"  # offered to host memory less often than `threshold`
+    GENERATED = "generated"  # part of the answer, with the setting `prompt_only`
+    PRIORITY = "priority"  # of a priority below `priority_floor`
+    ADMISSION = "admission"  # fewer expected hits than the chunk to evict for it
+    RATE_LIMIT = "rate_limit"  # more bytes per second than the write rule allows
+    TIER_OFF = "tier_off"  # the tier is disabled or read-only
+
+
+class Answer(enum.Enum):
+    """Answer of a remote tier to a probe. Complete: there is no "other"."""
+
+    PRESENT = "present"
+    ABSENT = "absent"
+    NO_ANSWER = "no_answer"  # no answer before the timeout, or not from all ranks
+    NOT_SENT = "not_sent"  # not asked: too many probes are in flight
+
+
+@dataclass(slots=True)
+class RouteTotals:
+    """Totals of one route: chunks copied and failed, bytes, seconds of copying."""
+
+    chunks: int = 0
+    failed: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+class Histogram:
+    """Counts of observations by bucket. Not thread-safe: its owner's lock guards it.
+
+    Attributes:
+        bounds: Upper bounds of the buckets, ascending; one more bucket is above the last.
+        counts: Observations in each bucket, not cumulative.
+        total: Sum of the observations.
+        examples: Name of the last request in each bucket and its value, for exemplars; `None` where there was none.
+        recent: The last observations, for engines that take each one by itself; `None` if they are not kept.
+    """
+
+    __slots__ = ("bounds", "counts", "examples", "recent", "total")
+
+    def __init__(self, name: str) -> None:
+        """`name` is that of a histogram of the table."""
+        self.bounds = METRICS[name].buckets
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.total = 0.0
+        self.examples: list[tuple[str, float] | None] = [None] * len(self.counts)
+        self.recent: deque[float] | None = None
+
+    def observe(self, value: float, request: str | None = None) -> None:
+        """Count one observation, made for `request`."""
+        at = bisect_left(self.bounds, value)
+        self.counts[at] += 1
+        self.total += value
+        if request is not None:
+            self.examples[at] = request, value
+        if self.recent is not None:
+            self.recent.append(value)
+
+    def observe_all(self, values: npt.NDArray[np.float64]) -> None:
+        """Count several observations, shape `(n,)`."""
+        found = np.bincount(np.searchsorted(self.bounds, values), minlength=len(self.counts))
+        for at in np.flatnonzero(found).tolist():
+            self.counts[at] += int(found[at])
+        self.total += float(values.sum())
+        if self.recent is not None:
+            self.recent.extend(values.tolist())
+
+    def add(self, other: Histogram) -> None:
+        """Add the observations of another one with the same bounds."""
+        self.counts = [ours + theirs for ours, theirs in zip(self.counts, other.counts, strict=True)]
+        self.total += other.total
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Observe the seconds that the block takes."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.observe(time.perf_counter() - began)
+
+    def keep_recent(self, most: int = 4096) -> None:
+        """Keep the last `most` observations until `take_recent`."""
+        self.recent = deque(self.recent or (), maxlen=most)
+
+    def take_recent(self) -> list[float]:
+        """The observations since the last call, without those that were too many to keep."""
+        found = list(self.recent or ())
+        if self.recent is not None:
+            self.recent.clear()
+        return found
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Histogram) and (self.counts, self.total) == (other.counts, other.total)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(slots=True)
+class GuardCounters:
+    """Counters of block guards: waits, seconds waited, and blocks that were late and parked."""
+
+    waits: int = 0
+    seconds: float = 0.0
+    late: int = 0
+
+
+@dataclass(slots=True)
+class LookupCounters:
+    """Requests looked up by an engine, each counted once, and lookups, which schedulers repeat for waiting requests."""
+
+    requests: int = 0
+    attempts: int = 0
+    seconds: Histogram = field(default_factory=lambda: Histogram(LOOKUP_SECONDS))
+
+
+Sources = Mapping[str, int] | Sequence[str]
+"""The tiers that chunks came from: of each, or how many of each tier."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counts since the start. Every known label is present from the start, at zero.
+
+    `hits` are chunks loaded, by source tier; `hit_tokens` the tokens of those of the first group, where `groups` are
+    told; `misses` chunks requested and not loaded: an adapter that looks up each chunk by itself adds them, because it
+    alone knows what its engine asks for; `drops` chunks not stored, by destination tier; `evictions` copies evicted, by
+    tier; `demotions` those of which a colder tier kept a copy; `lost` copies removed because their bytes, or those of
+    an ancestor, were invalid; `probes` keys that remote tiers were asked for; `histograms` are
+    distributions, by name of the metric and by its label, a tier or a route; `internal_errors` transfers that failed as
+    `Status.INTERNAL_ERROR`, with those that waited for them, and what else failed alone because of a bug.
+    """
+
+    hits: Counter[str]
+    hit_tokens: Counter[str]
+    misses: Counter[MissReason]
+    drops: dict[str, Counter[DropReason]]
+    evictions: Counter[str]
+    demotions: Counter[str]
+    lost: Counter[str]
+    routes: dict[str, RouteTotals] = field(default_factory=dict)
+    probes: dict[str, Counter[Answer]] = field(default_factory=dict)
+    histograms: dict[str, dict[str, Histogram]] = field(default_factory=dict)
+    internal_errors: int = 0
+
+    def count_reads(self, sources: Sequence[str], statuses: Sequence[Status], tokens: int) -> None:
+        """Count chunks that the engine has read itself, of `tokens` tokens each: hits, and misses by how they ended."""
+        hits = [tier for tier, status in zip(sources, statuses, strict=True) if status is Status.OK]
+        self.count_hits(hits, hits, tokens)
+        self.misses.update(MissReason.of(status) for status in statuses if status is not Status.OK)
+
+    def count_hits(self, chunks: Sources, of_first: Sources, tokens: int) -> None:
+        """Count chunks that were loaded; `of_first` are those of the first group, of `tokens` tokens each."""
+        self.hits.update(chunks)
+        self.hit_tokens.update({tier: count * tokens for tier, count in Counter(of_first).items()})
+
+    def observe_load(self, sources: Sources, seconds: float, asked: Sequence[tuple[str | None, Sequence[Key]]]) -> None:
+        """Enter a load for the requests `asked` into the histogram of the slowest of `sources`, if there is one."""
+        if sources:
+            by_tier = self.histograms[LOAD_SECONDS]
+            slowest = next(tier for tier in reversed(by_tier) if tier in sources)
+            by_tier[slowest].observe(seconds, asked[0][0] if asked else None)
+
+    def count_transfer(self, route: str, result: TransferResult) -> None:
+        """Count what a rank moved on `route`. What moved nothing, as after a refusal, is not in the histograms."""
+        totals = self.routes.get(route) or self.routes.setdefault(route, RouteTotals())
+        arrived = result.statuses.count(Status.OK)
+        totals.chunks += arrived
+        totals.failed += len(result.statuses) - arrived
+        self.internal_errors += arrived < len(result.statuses) and Status.INTERNAL_ERROR in result.statuses
+        totals.bytes += result.bytes
+        totals.seconds += result.seconds
+        if result.bytes:
+            for name, value in ((QUEUE_SECONDS, result.queued_seconds), (TRANSFER_SIZE_BYTES, result.bytes)):
+                found = self.histograms[name]
+                (found.get(route) or found.setdefault(route, Histogram(name))).observe(value)
+
+    def check_origins(self, origins: Mapping[Key, str] | None) -> None:
+        """Raise `CacheError` unless chunks are said to be from tiers of this cache."""
+        if unknown := set((origins or {}).values()).difference(self.hits):
+            raise CacheError(f"origins: expected tiers of {list(self.hits)}, got {sorted(unknown)}")
+
+    def each_histogram(self) -> Iterator[tuple[str, tuple[str, ...], Histogram]]:
+        """Every histogram: its name, its label values, and itself."""
+        for name, by_label in self.histograms.items():
+            for label, histogram in by_label.items():
+                yield name, (label,), histogram
+
+    def copy(self) -> Counters:
+        """A copy, to compute differences."""
+        return deepcopy(self)
+
+    def add(self, other: Counters) -> None:
+        """Add the counts of another cache with the same tiers."""
+        for name in ("hits", "hit_tokens", "misses", "evictions", "demotions", "lost"):
+            getattr(self, name).update(getattr(other, name))
+        self.internal_errors += other.internal_errors
+        for tier, drops in other.drops.items():
+            self.drops[tier].update(drops)
+        for tier, answers in other.probes.items():
+            self.probes[tier].update(answers)
+        for route, more in other.routes.items():
+            total = self.routes[route]
+            self.routes[route] = RouteTotals(*(a + b for a, b in zip(astuple(total), astuple(more), strict=True)))
+        for histograms, theirs in ((self.histograms[name], each) for name, each in other.histograms.items()):
+            for label, histogram in theirs.items():
+                histograms[label].add(histogram)
+
+    @classmethod
+    def zero(cls, tiers: tuple[str, ...], routes: tuple[str, ...], remote: tuple[str, ...] = ()) -> Counters:
+        """All counters at zero, for these tiers, routes and remote tiers (`remote`)."""
+        return cls(
+            hits=Counter(dict.fromkeys((*tiers, *remote), 0)),
+            hit_tokens=Counter(dict.fromkeys((*tiers, *remote), 0)),
+            misses=Counter(dict.fromkeys(MissReason, 0)),
+            drops={tier: Counter(dict.fromkeys(DropReason, 0)) for tier in (*tiers, *remote)},
+            evictions=Counter(dict.fromkeys(tiers, 0)),
+            demotions=Counter(dict.fromkeys(tiers, 0)),
+            lost=Counter(dict.fromkeys(tiers, 0)),
+            routes={route: RouteTotals() for route in routes},
+            probes={tier: Counter(dict.fromkeys(Answer, 0)) for tier in remote},
+            histograms={
+                name: {label: Histogram(name) for label in labels}
+                for name, labels in (
+                    (LOAD_SECONDS, (*tiers, *remote)),
+                    (QUEUE_SECONDS, routes),
+                    (TRANSFER_SIZE_BYTES, routes),
+                    (EVICTED_AGE_SECONDS, tiers),
+                )
+            },
+        )
+
+
+class SizeStats(NamedTuple):
+    """The slabs assigned to one image size, and their slots that are not free."""
+
+    image_bytes: int
+    slabs: int
+    used: int
+
+
+class TierStats(NamedTuple):
+    """Slots of one tier: all, used (including those being filled), and ready.
+
+    `slots` is their number if all images have the smallest size. `nbytes` is the capacity of the tier, `used_bytes` the
+    part in use. `sizes` has an entry for each image size, by pool.
+    """
+
+    name: str
+    slots: int
+    used: int
+    ready: int
+    nbytes: int
+    used_bytes: int
+    sizes: tuple[SizeStats, ...]

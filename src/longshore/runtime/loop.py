@@ -38,7 +38,7 @@ from longshore.boundary import (
     leading_ok,
 )
 from longshore.cache import Lease, Progress, RecomputeGate, TieredCache
-from longshore.cache.counters import GuardCounters, LookupCounters
+from longshore.cache.types import GuardCounters, LookupCounters
 from longshore.errors import LongshoreError, PlanError, TierClosedError, log_seldom
 from longshore.runtime.error_handler import CallLog, log_fault, refusal_status
 from longshore.tiers.base import Tier

@@ -28,8 +28,8 @@ from vllm.v1.kv_offload.base import (
 from longshore import __version__
 from longshore.boundary import DEVICE, FILE, HOST, REMOTE, Key
 from longshore.cache import DropReason, EventKind, MissReason, Presence, RouteTotals, TieredCache, TierSpec
-from longshore.cache.counters import Answer, Histogram
 from longshore.cache.events import WEIGHTS, Announcements, Change
+from longshore.cache.types import Answer, Histogram
 from longshore.monitoring.metric_table import METRICS, QUEUE_SECONDS, VALUES, Metric, MetricKind
 from longshore.runtime.tier_host import FAILURE_REASONS, HostedFileTier
 from longshore.tiers.base import Tier
