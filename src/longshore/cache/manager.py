@@ -4,9 +4,9 @@
     store                                                       blocks that are complete, or about to be evicted
     take_commands() ─►              apply_results() ◄─          the only input and output
 
-Sans I/O: no torch, threads, clock or randomness. The same calls give the same log. Every method validates its arguments
-before it changes anything. `state` holds the state of the tiers, `transfers` the jobs in flight; `lookups`, `load`
-(with prefetches), `offload` and `remote` decide what is done.
+Sans I/O: no torch, threads, clock or randomness. The same calls give the same log. Each method first validates its
+arguments. `state` holds the state of the tiers, `transfers` the jobs in flight; `lookups`, `load` (with prefetches),
+`offload` and `remote` decide what is done.
 """
 
 from __future__ import annotations
