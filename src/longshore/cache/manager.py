@@ -164,8 +164,7 @@ class TieredCache:
             request: Name of the request, for events.
             request_number: As an earlier lookup of this request returned it, so that its uses of a chunk count once.
             reuse_hint: Hint about when its chunks are used again, with the first lookup of a request.
-            count: Count misses, and record the request as an event. An engine that looks up a waiting request
-                repeatedly does so once.
+            count: Count misses, and record the request as an event: once for a request that is looked up repeatedly.
         """
         check_time(now)
         self._state.check_request_number(request_number)
