@@ -9,10 +9,10 @@ eviction does not grow with the number of copies that cannot be evicted.
 Victims are examined in batches, as arrays, with the same result and order as one by one:
 
     safe     a colder tier has a copy: no data is lost, and no descendant needs this copy
-    spared   only a warmer tier has another copy (it would be written again), or a transfer reads it
+    spared   only a warmer tier has another copy, it is being read or copied down, or it is pinned in host memory
     sole     the only copy: in the last tier, or if it is not to be copied down, it may go once no descendant is left
 
-Only dirty copies, and slabs, are examined one by one.
+Slabs, and dirty copies but for those that lead a batch, are examined one by one.
 
 Priorities. Chunks of a higher priority are not evicted while ones of a lower priority are dirty, or are being copied
 down: these are evicted first, when their copies have ended or without a copy.
@@ -145,8 +145,8 @@ class Evictor:
     def evict(self, tier: int, count: int, pool: int = 0, *, spare_dirty: bool) -> int:
         """Evict at most `count` copies of `pool` from `tier`, in policy order; returns how many.
 
-        With `spare_dirty`, copies without a backup are not evicted. Chunks that the policy ranks and only warmer tiers
-        have are refused then, and count: no copy of them needs room.
+        With `spare_dirty`, copies that are to be copied down first are not evicted. Chunks that the policy ranks and
+        only warmer tiers have are refused then, and count: no copy of them needs room.
         """
         policy, gone, several = self._state.policy_of(tier, pool), 0, min(count, _AT_FIRST)
         rounds = _ROUNDS * len(policy) + _AT_LEAST

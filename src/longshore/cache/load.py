@@ -2,8 +2,8 @@
 
 prefetch policy   the request waits                     reads are cancelled
 best effort       not at all                            when the lease is released, or after `load_timeout`
-wait              until all chunks have arrived         the same
-timeout           the same, at most `timeout` seconds   the same, or after the timeout
+wait              until all have arrived; `load_timeout`  the same
+timeout           the same, at most `timeout` seconds   when the lease is released, or after `timeout`
 
 Where a prefetch that is waited for lacks clean room, it schedules backups. Such prefetches get room in order:
 

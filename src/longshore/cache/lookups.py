@@ -20,7 +20,7 @@ that needs it, so the next length to try ends before it, and no key is looked up
 
     Lease       what a request has: none of its chunks is evicted until it is released
     pin         a reference on one node, which keeps that chunk and those before it from eviction; a lease has some
-    protected   a chunk that a lookup without a lease has found: not evicted until `end_step`
+    protected   a chunk that a lookup with `Protection.STEP` has found: not evicted until `end_step`
 """
 
 from __future__ import annotations

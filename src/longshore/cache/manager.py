@@ -64,7 +64,7 @@ class TieredCache:
     """The control plane of one engine: an index over `tiers`, warmest first, below the engine's own device cache.
 
     Calls name chunks by `Mapping`s from the number of a KV cache group to `GroupKeys`. Times are seconds.
-    Invalid arguments raise `CacheError`. A `Runtime` logs each call of its methods (`longshore.runtime.error_handler`).
+    Invalid arguments raise `CacheError`. A `Runtime` records the last calls that change it (`runtime.error_handler`).
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class TieredCache:
 
     @property
     def backups_needed(self) -> int:
-        """Number of chunks of the warmest tier that are not evicted before they were copied down."""
+        """Number of chunks of the warmest tier that are to be copied down."""
         return self._state.backlog.counts[0]
 
     @property
@@ -193,10 +193,10 @@ class TieredCache:
         """Copy chunks into the warmest tier while their request waits; returns the first jobs, possibly none.
 
         Of a lease: its chunks that only colder tiers have. `progress` says when the request may go on: by `policy`,
-        `settings.prefetch` if `None`, and after `timeout` seconds, which only `TIMEOUT` has. No chunk is evicted for it
-        before it was backed up: a policy that waits schedules backups where room is short, and such prefetches get room
-        one after the other. Reads that are in flight for other requests are joined. Reads that no request waits for any
-        more are cancelled at the deadline, or when the lease is released. Another call replaces the first.
+        `settings.prefetch` if `None`, and after `timeout` seconds, which only `TIMEOUT` has. No dirty chunk is evicted
+        for it: a policy that waits schedules backups where room is short, and such prefetches get room one after the
+        other. Reads that are in flight for other requests are joined. Reads that no request waits for any more are
+        cancelled at the deadline, or when the lease is released. Another call replaces the first.
 
         Of a path of one group: chunks after the ready prefix that remote tiers are known to have, from `start` on. The
         next lookup finds what has arrived. Remote tiers are asked for chunks of which they have not answered. These

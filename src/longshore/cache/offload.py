@@ -3,11 +3,13 @@
     offload   device ──► host                   chunks that are complete, or about to be evicted, by the write rule
     backup    host ──► file ──► the next ...    heads first, by the write rules (`longshore.cache.settings`)
 
-Offloads for which there is no room are dropped and counted. Backups are postponed.
+Offloads for which there is no room are dropped and counted. Backups without room are postponed; those beyond the byte
+budget of a route, or to a tier that is off, are dropped and counted, and tried again when the chunk is used.
 
 A full tier evicts chunks that a colder tier has. If these are too few, more are copied down first, for which the tier
-below makes room in the same way: a cascade of at most one job for each tier. A chunk is evicted only after its copy is
-complete, and only for a chunk that will be stored. A cascade that fails loses nothing.
+below makes room in the same way: a cascade of at most one job for each tier. While such copies are in flight, a chunk
+is evicted only after its copy is complete, and only for a chunk that will be stored. Where none can be made, chunks are
+evicted without a copy.
 """
 
 from __future__ import annotations
@@ -356,7 +358,9 @@ class Offloader:
         stream: bool = False,
         path: Sequence[Key] = (),
     ) -> tuple[int, int]:
-        """Make room in the host tier for `wanted` chunks. Returns (granted, room_pending); counts the rest as dropped.
+        """Make room in the host tier for `wanted` chunks; counts as dropped those that get none.
+
+        Returns for how many there is room, and for how many it is being made.
 
         `path` are their keys, unless they stand alone; the nodes `needed` are not evicted. The policy of the only tier,
         or of the coldest, admits chunks. An `orphan` and its descendants take free slots only, because they are evicted

@@ -108,7 +108,7 @@ class Found(NamedTuple):
         lease: A lease on the chunks to load, if there are any and the lookup was `Protection.LEASE`.
         num_chunks: For a lookup of one group: the number of chunks from `GroupKeys.start` on that are ready in a tier.
         tokens: For a lookup of all groups: the longest prefix that device and tiers serve, in tokens. A multiple of the
-            chunk sizes of all groups, plus, with texts, fewer tokens than another multiple.
+            chunk sizes of all groups, plus, with `prompt_tokens`, fewer tokens than another multiple.
         needs: What each group needs for that prefix, in order of group.
         partial: For a lookup of one group: a chunk whose first tokens come next; it is in the lease.
         remote: For a lookup of one group: how many chunks more remote tiers are known to have behind it, for

@@ -224,7 +224,7 @@ class Runtime:
                     self.gate.observe_transfer(route, result, self.clock())
 
     def in_flight(self, job: int) -> bool:
-        """Whether `job` is in flight; `False` for all jobs once the runtime is closed."""
+        """Whether `job` is in flight. After a fault of the control plane: whether its mover still has it."""
         with self._lock:
             if self.fault is None:
                 with self._suppress_logged_fault():

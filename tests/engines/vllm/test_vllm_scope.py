@@ -38,7 +38,7 @@ def first_lookup(path: Path, **settings: Any) -> LookupResult:
     return said
 
 
-IMAGES = SimpleNamespace(mm_processor_kwargs={"do_normalize": False})
+IMAGES = SimpleNamespace(mm_processor_kwargs={"do_normalize": False}, mm_processor_cache_gb=4)
 
 
 @pytest.mark.parametrize(

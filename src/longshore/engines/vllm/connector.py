@@ -5,14 +5,14 @@ vllm serve MODEL --kv-transfer-config '{"kv_connector": "LongshoreConnector", "k
     "kv_connector_extra_config": {"spec_name": "LongshoreSpec", "spec_module_path": "longshore.engines.vllm", ...}}'
 
 Which method answers a method of vLLM's `KVConnectorBase_V1`. In the scheduler, vLLM's `OffloadingConnectorScheduler`
-calls `LongshoreManager` (manager.py):
+or this connector calls `LongshoreManager` (manager.py):
 
     on_new_request                  set_adapter, on_new_request
     get_num_new_matched_tokens      lookup, for one chunk after the other
     get_external_cache_hit_sources  get_load_source
     update_state_after_alloc        prepare_load (load_jobs.py)
     build_connector_meta            on_schedule_end, prepare_store (store_jobs.py), on_request_finished, take_parts
-    update_connector_output         complete_load, complete_store
+    update_connector_output         complete_load, complete_store, observe_prefill
     request_finished                will_finish
     request_finished_all_groups     will_finish
     has_pending_push_work           has_pending_work
@@ -22,18 +22,18 @@ calls `LongshoreManager` (manager.py):
     get_kv_connector_stats          get_stats (metrics.py)
     shutdown                        shutdown
 
-In each worker, vLLM's `OffloadingConnectorWorker` calls `LongshoreWorker` (worker.py):
+In each worker, vLLM's `OffloadingConnectorWorker` or this connector calls `LongshoreWorker` (worker.py):
 
     register_kv_caches              LongshoreSpec.get_worker (spec.py)
-    start_load_kv                   submit_store (stores of the step before), submit_load, submit_parts
+    start_load_kv                   submit_store (stores of the step before), submit_load, submit_parts, wait
     handle_preemptions              submit_store, wait
     get_transfer_results            get_finished, take_failed
     get_finished                    get_finished
     shutdown                        shutdown
 
 `wait_for_save` only queues stores for the next step. `wait_for_layer_load` and `save_kv_layer` do nothing: chunks are
-copied whole, not layer by layer. The plain `OffloadingConnector` takes every load for a success; with this one the
-request of a failed load is recomputed. It also measures in steps how fast prompts are computed, for the gate (load or
+copied whole, not layer by layer. With the plain `OffloadingConnector` a load that fails stops the engine; with this one
+its request is recomputed. It also measures in steps how fast prompts are computed, for the gate (load or
 recompute); without it, set `prefill_speed`.
 """
 
@@ -133,7 +133,7 @@ class LongshoreConnector(OffloadingConnector):  # type: ignore[misc]
     """vLLM's offloading connector, with calls of `LongshoreManager` and `LongshoreWorker` that vLLM's own one lacks.
 
     Of the manager: `set_adapter`, `will_finish`, `take_parts`, `observe_prefill`, `device_was_reset`, `allow_parts`.
-    Of the worker: `submit_parts`, `take_failed`. The table in the docstring of this module has all other methods.
+    Of the worker: `submit_parts`, `take_failed`. vLLM calls all other methods of the table at the top.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:

@@ -217,7 +217,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     @contained(lambda self, keys, req_context, success=True: None)
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
-        """All ranks report these chunks as done: publish the chunks that all of them have copied."""
+        """vLLM reports these chunks as done: publish the chunks that all ranks have copied."""
         self._check_weights()
         with self._runtime.transaction() as cache:
             left = self._store_jobs.report(cache, keys)
@@ -363,7 +363,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         return key in self._computed_by or key in self._store_jobs.keys_without_slots
 
     def flush(self, timeout: float) -> bool:
-        """Wait at most `timeout` seconds until all stored chunks are in every tier; returns whether they are."""
+        """Wait at most `timeout` seconds until what is to be copied down was; returns whether it was."""
         return self._runtime.flush(timeout)
 
     def shutdown(self) -> None:
@@ -491,7 +491,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     def _report_hits_in_parts(
         self, request: RequestState, ends: Mapping[OffloadKey, int], found: Sequence[Presence], first: OffloadKey
     ) -> Sequence[Presence]:
-        """`found`; chunks in colder tiers are `READY` if more chunks are in tiers than host memory has slots.
+        """`found`; chunks in colder tiers are `WARMEST` if more chunks are in tiers than host memory has slots.
 
         vLLM looks up the chunk `first`. Such a load has parts.
         """

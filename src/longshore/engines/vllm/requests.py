@@ -129,10 +129,10 @@ class RequestState:
         answers: Lookup results of this step, for all chunks of the request that vLLM has named.
         asked_keys: vLLM's keys of these chunks.
         residency: Where they are.
-        colder: Those that only a colder tier has.
-        wanted: Chunks that vLLM has asked for in this step, in order, if some of its path is colder.
+        colder: Those in a colder tier that are to be prefetched.
+        wanted: Chunks that vLLM has asked for in this step and that are no misses, in order, if some are `colder`.
         waits: Whether vLLM waits for any of them.
-        load_limit: The token up to which the gate has chunks read from a colder tier, once it was asked.
+        load_limit: Up to this token, chunks are read from colder tiers: the gate's answer; `None` before.
         waiting_since: When it began to wait.
         leases: On chunks that were prefetched for it, until they are loaded.
         leased: The chunks of these leases.

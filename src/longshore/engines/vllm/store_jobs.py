@@ -106,8 +106,8 @@ class StoreJobs:
         """Answer `prepare_store`: those of `keys` that are stored, and the slots of their first part.
 
         The first chunks of the prompt come first. Without `accepts` no key is stored. The answer is `None`, and vLLM
-        offers the same keys again, while slots are being freed for a sliding window; and, where stores have no parts,
-        for chunks that follow those in the tiers, or that other chunks of the request follow.
+        offers the same keys again, while slots are being freed: where stores have parts, for a sliding window; where
+        they have none, for chunks that follow those in the tiers, or that other chunks of the request follow.
         """
         first = self._context.new_ticket()
         store = RequestStore(request, first.since, first.number, request.lora, request.adapter)
@@ -293,7 +293,7 @@ class StoreJobs:
         return self.take()
 
     def report(self, cache: TieredCache, keys: Collection[OffloadKey]) -> list[Ticket]:
-        """vLLM reports `keys` as done: end their stores. Returns those that not all ranks have reported yet.
+        """vLLM reports `keys` as done: end their stores. Returns tickets that not all ranks have reported yet.
 
         For these the report was of another store of the same key, or the workers have ended the store early.
         """
