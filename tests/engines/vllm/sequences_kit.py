@@ -17,6 +17,7 @@ from vllm_kit import PAGE
 
 from longshore.boundary import FILE, Slabs, Status
 from longshore.engines.vllm.worker import JobPart
+from longshore.runtime.rank_reports import FAILED
 from longshore.tiers.base import Op, OpBatch, Tier, TierOp, TierResult, check_batch
 
 BLOCKS = 4096
@@ -156,7 +157,7 @@ class DelayedReports:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.reports, name)
 
-    def stored(self, ticket: int, rank: int, good: list[int], bad: list[int]) -> None:
+    def stored(self, ticket: int, rank: int, good: list[int], bad: list[int], failure: int = FAILED) -> None:
         self.kept.append((ticket, rank, good, bad))
 
 
