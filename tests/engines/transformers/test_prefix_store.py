@@ -469,6 +469,16 @@ def test_sleep_frees_the_window_and_keeps_named_tiers(
         assert store.restore_prefix(tokens)[1] == (kept if is_found else 0), "it was closed asleep"
 
 
+def test_a_closed_store_does_not_sleep(model: Any, config: Config) -> None:
+    store = PrefixStore(model, config, block_size=16)
+    store.close()
+    for _ in range(2):
+        with pytest.raises(TierClosedError):
+            store.sleep()
+        with pytest.raises(TierClosedError):
+            store.restore_prefix(list(range(64)))
+
+
 def test_a_store_without_memory_after_a_sleep_sleeps_on(
     model: Any, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,7 @@ from longshore.config import Config
 from longshore.engines.tensors import RowBlocks
 from longshore.engines.transformers.attach import kept_tiers, why_not_served
 from longshore.engines.transformers.scope import ModelScope
-from longshore.errors import CacheError, CopyTimeoutError, EngineError
+from longshore.errors import CacheError, CopyTimeoutError, EngineError, TierClosedError
 from longshore.hints import RequestHints
 from longshore.keys import chain
 from longshore.layout import from_rows
@@ -280,12 +280,15 @@ class PrefixStore:
 
         If only files are kept, chunks that only host memory has are written to files first. Host memory that is not
         kept is freed. Until `wake` nothing is stored, and nothing is restored. Raises, with nothing changed,
-        `CacheError` for what cannot be kept, and `CopyTimeoutError` if a copy does not end within `write_timeout`.
+        `CacheError` for what cannot be kept, `TierClosedError` after `close`, and `CopyTimeoutError` if a copy does not
+        end within `write_timeout`.
         """
         keep = kept_tiers(self._config, keep)
         with self._lock:
             if self._is_asleep:
                 return
+            if self._stack.runtime.closed:
+                raise TierClosedError("the store was closed")
             self._wait_idle()
             self._is_asleep = True
             if self._stack.host is None:  # through the device straight into files: there is no host memory to be kept
