@@ -85,7 +85,7 @@ class Life(World):
     def look(self) -> None:
         super().look()
         if self.setup.events:
-            self.hear(self.call("events"))
+            self.hear(self.call("events", 1 << 20))
 
     def hear(self, events: Sequence[Event]) -> None:
         """Add up what has happened."""

@@ -264,7 +264,7 @@ class Router(RuleBasedStateMachine):
 
     def name(self, of: Key | None) -> None:
         if of in self.described:
-            self.announced.name(of, self.described[of])
+            self.tell(self.announced.name(of, self.described[of]))
 
     def check(self) -> None:
         held = {(each.slot.tier, each.key) for each in residents_of(self.cache) if each.state is SlotState.READY}

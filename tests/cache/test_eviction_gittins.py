@@ -493,7 +493,7 @@ def test_a_tier_without_slots_goes_on() -> None:
             cache.resize(HOST, 0, discard=True)
         keys = [hashlib.sha256(f"{tick} {at}".encode()).digest() for at in range(8)]
         found = cache.lookup({0: GroupKeys(keys)}, 0.0)
-        order = cache.store({0: GroupKeys(keys)}, tick=found.tick)[0]
+        order = cache.store({0: GroupKeys(keys)}, request_number=found.request_number)[0]
         assert (order.job is None) == (tick >= 100)
         if order.job is not None:
             cache.apply_results([TransferResult(order.job, (Status.OK,) * len(order.positions), 8)], 0.0)

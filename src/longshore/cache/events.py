@@ -253,8 +253,9 @@ class Contents:
         """The keys of all chunks. The cache may change meanwhile: what it holds all the time is among them."""
         index, begin = self.index, LISTS
         while begin < index.size:
-            yield from index.key[index.key.nodes(begin, begin + STEP)].tolist()
-            begin += STEP
+            end = begin + STEP
+            yield from index.key[index.key.nodes(begin, end)].tolist()
+            begin = end
         for keys in self.stores.values():
             yield from list(keys)
 

@@ -348,7 +348,7 @@ class Sequences(RuleBasedStateMachine):
             self._begin(number, each, is_store=False)
         for part in parts:
             what = "stores" if part.is_store else "loads"
-            SEEN[f"ends of {what}" if part.slots is None else f"parts of {what}"] += 1
+            SEEN[f"ends of {what}" if part.spec is None else f"parts of {what}"] += 1
             number = self.tickets[part.first_ticket]
             self.jobs += [Job(number, rank, None, part.is_store, part) for rank in range(len(self.rig.workers))]
 

@@ -108,7 +108,7 @@ def test_a_part_that_cannot_be_copied_fails_the_load(engine: Engine) -> None:
     assert engine.begin(request) == CHUNKS
     engine.step()
     worker: Any = engine.rig.workers[1]
-    submit, worker._submit = worker._try, lambda job: False
+    submit, worker._submit = worker._submit, lambda job: False
     finish_load(engine, request)
     worker._submit = submit
     assert engine.failed
