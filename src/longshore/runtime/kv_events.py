@@ -145,11 +145,11 @@ class KVEventPublisher:
                 changes, told = [], [CLEARED]
             else:
                 if event.kind in (EventKind.STORED, EventKind.MOVED, EventKind.SHARED):
-                    self._name(event.key)
+                    changes += self._named(event.key)
                 changes += self.announced.changes(event)
         compared = list(compared)
         for key, tiers in compared:
-            self._name(key if tiers else None)
+            changes += self._named(key if tiers else None)
         changes += self.announced.settle(compared)
         for (tier, removed), run in groupby(changes, key=lambda each: each[:2]):
             some = list(run)
@@ -210,9 +210,9 @@ class KVEventPublisher:
                 del self._lately[next(iter(self._lately))]
         return changes
 
-    def _name(self, key: Key | None) -> None:
-        if key is not None and key in self._lately:
-            self.announced.name(key, self._lately[key])
+    def _named(self, key: Key | None) -> list[Change[_Block]]:
+        """Name a chunk whose tokens are known; the changes of copies that tiers had before."""
+        return self.announced.name(key, self._lately[key]) if key is not None and key in self._lately else []
 
     def _stored(self, tier: str, path: Sequence[Change[_Block]]) -> dict[str, Any]:
         tokens = array("I")
