@@ -13,6 +13,9 @@ so none can be read with a geometry that is not its own.
 
 The newest complete checkpoint is loaded, and the journals after it are replayed (`replay_journal`). A checkpoint whose
 own journal has been overwritten by a later one is not used. Without a usable checkpoint, every header page is read.
+
+Torn journal records end the replay (`format.parse_journal_records`). Images are not read here: a torn one is detected
+when it is served (`record_verifier`).
 """
 
 from __future__ import annotations
