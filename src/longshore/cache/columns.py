@@ -15,6 +15,7 @@ from mmap import MADV_NOHUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any, TypeAlias, overload
 
 import numpy as np
+import numpy.ma  # np.unique imports it at its first call, in 20 ms that a request would wait
 import numpy.typing as npt
 
 from longshore.boundary import Key
