@@ -9,7 +9,7 @@ eviction does not grow with the number of copies that cannot be evicted.
 Victims are examined in batches, as arrays, with the same result and order as one by one:
 
     safe     a colder tier has a copy: no data is lost, and no descendant needs this copy
-    spared   only a warmer tier has another copy, it is being read or copied down, or it is pinned in host memory
+    spared   only a warmer tier has another copy, it is being read or copied down, or retained for a prefetch
     sole     the only copy: in the last tier, or if it is not to be copied down, it may go once no descendant is left
 
 Slabs, and dirty copies but for those that lead a batch, are examined one by one.
@@ -197,18 +197,18 @@ class Evictor:
         return gone
 
     def can_evict(self, node: int, tier: int, going: Collection[int] = ()) -> bool:
-        """Whether no transfer reads the copy of `node` in `tier`, no lease pins it, and no descendant needs it.
+        """Whether no transfer reads the copy of `node` in `tier`, no lease references it, and no descendant needs it.
 
         `going` are nodes whose copies in the same tier are evicted first.
         """
         state, index = self._state, self._state.index
         if not index.is_ready(node, tier) or state.pools[tier].readers[index.slot[tier][node]]:
             return False
-        if self._is_pinned_in_host(node, tier):
+        if self._is_retained_in_host(node, tier):
             return False
         above = index.other_coldest_tier(node, tier)
         last = above < 0 or not any(index.is_ready(node, t) for t in index.tiers if t != tier)
-        if last and (above >= 0 or state.is_pinned(node)):
+        if last and (above >= 0 or state.is_referenced(node)):
             return False
         if above >= tier or not index.num_children[above + 1][node]:
             return True
@@ -217,8 +217,8 @@ class Evictor:
             for child in index.children(node)
         )
 
-    def _is_pinned_in_host(self, node: int, tier: int) -> bool:
-        return tier == 0 and (bool(self._state.protected[node]) or node in self._state.pinned_in_host)
+    def _is_retained_in_host(self, node: int, tier: int) -> bool:
+        return tier == 0 and (bool(self._state.protected[node]) or node in self._state.retained_in_host)
 
     def _evict_few(self, tier: int, count: int, pool: int, *, spare_dirty: bool) -> int:
         """Evict at most `count` of the next victims, one by one; returns how many."""
@@ -280,7 +280,7 @@ class Evictor:
         tier, backlog = index.coldest_tier(node), state.backlog
         if not backlog.is_dirty(node, tier) or state.pools[tier].readers[index.slot[tier][node]]:
             return False
-        if state.is_pinned(node) or self._is_pinned_in_host(node, tier):
+        if state.is_referenced(node) or self._is_retained_in_host(node, tier):
             return False
         return all(backlog.waits_for_use(child) for child in index.children(node))
 
@@ -420,8 +420,8 @@ class Evictor:
         idle: Mask = i32_view(state.pools[tier].readers)[i32_view(state.index.slot[tier])[at]] == 0
         if not tier:
             idle &= u8_view(state.protected)[at] == 0
-            if state.pinned_in_host:
-                idle &= [node not in state.pinned_in_host for node in at.tolist()]
+            if state.retained_in_host:
+                idle &= [node not in state.retained_in_host for node in at.tolist()]
         return idle
 
     def _leaves(
@@ -539,8 +539,8 @@ class Evictor:
         for other in index.tiers:
             if other != tier:
                 free &= i32_view(index.slot[other])[at] < 0
-        if state.pins:
-            free &= [node not in state.pins for node in at.tolist()]
+        if state.refs:
+            free &= [node not in state.refs for node in at.tolist()]
         return free
 
     def _log(self, nodes: Sequence[int], tier: int) -> None:

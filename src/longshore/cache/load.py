@@ -78,7 +78,7 @@ class Loader:
         after `timeout` seconds.
         """
         state, per_chunk = self._state, self._transfers.settings.blocks_per_chunk
-        keys, tail, held = part.keys[: -(-(skip + len(blocks)) // per_chunk)], part.pins[0].node, len(part.keys)
+        keys, tail, held = part.keys[: -(-(skip + len(blocks)) // per_chunk)], part.refs[0].node, len(part.keys)
         first_block = part.positions[0] * per_chunk + skip
         load, wait = self._begin(timeout)
         path = state.index.path(tail, held)[held - len(keys) :][::-1] if tail else state.index.reachable_nodes(keys)
@@ -160,7 +160,7 @@ class Loader:
             record.sources, record.of_first = origins_of(keys, [name] * len(keys), origins), is_first
         return job, len(keys), Addresses(Slots(name, state.pools[0].pool_of(slots[0]), tuple(slots)))
 
-    def _pin(self, path: Sequence[int]) -> tuple[list[int], list[int], int]:
+    def _add_readers(self, path: Sequence[int]) -> tuple[list[int], list[int], int]:
         """Add a reader to the copy that each reachable node is read from.
 
         Returns tiers and slots, and the number of leading chunks that are ready in the host tier.
@@ -178,11 +178,11 @@ class Loader:
         return tiers, slots, warm
 
     def _claim(self, load: Load, path: Sequence[int], keys: Sequence[Key]) -> tuple[list[int], list[int], int]:
-        """`_pin`, and make room in the host tier for those that it lacks, if necessary without backups.
+        """`_add_readers`, and make room in the host tier for those that it lacks, if necessary without backups.
 
         Chunks from the first without room on are not loaded; if `load.is_whole`, none is.
         """
-        tiers, slots, warm = self._pin(path)
+        tiers, slots, warm = self._add_readers(path)
         cold = [i for i, tier in enumerate(tiers) if tier]
         self._state.log.by = keys[cold[0]] if cold else None
         lacking, evictor = [path[i] for i in cold], self._transfers.evictor
@@ -278,7 +278,7 @@ class Prefetcher:
             self.cancel(former)
         if blocks_request and (wait.lacks_room or wait.jobs):
             if not any(before.lacks_room for _, before in self.queue.values()):
-                self._state.pin_in_host(self._state.pinned_in_host.union(self._path(record)))
+                self._state.retain_in_host(self._state.retained_in_host.union(self._path(record)))
             self.queue[wait.number] = record, wait
             self._is_new = True
             self.proceed()
@@ -308,12 +308,12 @@ class Prefetcher:
         if not is_new and self._seen == state.changes:
             return
         self._is_new, self._seen = False, state.changes
-        kept, before = set[int]() if is_new else state.pinned_in_host, set[str | None]()
+        kept, before = set[int]() if is_new else state.retained_in_host, set[str | None]()
         for record, wait in self.queue.values():
             if is_new or wait.lacks_room:
                 kept = kept.union(self._path(record))
             if wait.lacks_room:
-                state.pin_in_host(kept)
+                state.retain_in_host(kept)
                 self._schedule(record, wait)
                 others = len(self._transfers.jobs) > len(wait.jobs) or not before <= {record.request}
                 wait.lacks_room &= others or self._leases.protects
@@ -321,8 +321,8 @@ class Prefetcher:
             if wait.lacks_room:
                 break
             before.add(record.request)
-        if kept or state.pinned_in_host:
-            state.pin_in_host(kept)
+        if kept or state.retained_in_host:
+            state.retain_in_host(kept)
 
     def is_waiting(self, record: LeaseRecord) -> bool:
         """Whether the request of `record` has to wait for more chunks in the warmest tier."""
@@ -353,10 +353,10 @@ class Prefetcher:
             transfers.waits.begin(wait)
             return
         state.log.by = state.index.key[path[cold[0]]]
-        warm = state.pinned_in_host
-        state.pin_in_host(warm.union(path))
+        warm = state.retained_in_host
+        state.retain_in_host(warm.union(path))
         room = self._offloader.make_clean_room([path[i] for i in cold], back_up=wait.blocks_request)
-        state.pin_in_host(warm & state.pinned_in_host)
+        state.retain_in_host(warm & state.retained_in_host)
         wait.lacks_room, cold = wait.blocks_request and room < len(cold), cold[:room]
         for start in range(0, len(cold), LOAD_BATCH):
             chosen = cold[start : start + LOAD_BATCH]

@@ -19,7 +19,7 @@ ancestors, so bisection finds the end. In other groups the search goes backwards
 that needs it, so the next length to try ends before it, and no key is looked up twice.
 
     Lease       what a request has: none of its chunks is evicted until it is released
-    pin         a reference on one node, which keeps that chunk and those before it from eviction; a lease has some
+    NodeRef     a reference on one node, which keeps that chunk and those before it from eviction; a lease has some
     protected   a chunk that a lookup with `Protection.STEP` has found: not evicted until `end_step`
 """
 
@@ -44,7 +44,7 @@ from longshore.cache.nodes import ROOT
 from longshore.cache.partial import Partial, PartialPrefixes
 from longshore.cache.remote import RemoteTiers
 from longshore.cache.settings import CacheGroup
-from longshore.cache.state import CacheState, Pin
+from longshore.cache.state import CacheState, NodeRef
 from longshore.cache.transfers import Load, Transfers, Wait
 from longshore.cache.types import UNKNOWN_START, Found, GroupKeys, Lease, Need, Protection, check_distinct
 from longshore.errors import CacheError, LeaseError
@@ -52,15 +52,15 @@ from longshore.errors import CacheError, LeaseError
 
 @dataclass(slots=True, eq=False)
 class LeasedChunks:
-    """Leased chunks of one KV cache group: `keys`, at `positions` of their path, kept by pins on nodes.
+    """Leased chunks of one KV cache group: `keys`, at `positions` of their path, kept by references to nodes.
 
-    A pin on the last chunk keeps a path. Chunks that stand `alone` have a pin each. `blocks` is the number of device
+    A reference to the last chunk keeps a path. Chunks that stand `alone` have one each; `blocks`: the number of device
     blocks of a load, where the lookup has determined it.
     """
 
     keys: Sequence[Key]
     positions: Sequence[int]
-    pins: Sequence[Pin]
+    refs: Sequence[NodeRef]
     group: int = 0
     alone: bool = field(default=False, kw_only=True)
     blocks: int = field(default=0, kw_only=True)
@@ -68,8 +68,8 @@ class LeasedChunks:
     def nodes(self, index: Index) -> list[int]:
         """The nodes of the chunks, head first, up to the first one that was removed."""
         if self.alone:
-            return list(takewhile(bool, (pin.node for pin in self.pins)))
-        tail = self.pins[0].node
+            return list(takewhile(bool, (ref.node for ref in self.refs)))
+        tail = self.refs[0].node
         if not tail:
             return index.reachable_nodes(self.keys)
         last = self.positions[-1]
@@ -122,7 +122,7 @@ class Leases:
     def take(
         self, identity: int, parts: Sequence[LeasedChunks], request: str | None, *, is_multi_group: bool = False
     ) -> Lease:
-        """A new lease on `parts`, whose nodes are pinned."""
+        """A new lease on `parts`, whose nodes are referenced."""
         self._records[identity] = LeaseRecord(
             parts, request, self._state.current_request, is_multi_group=is_multi_group
         )
@@ -149,14 +149,14 @@ class Leases:
         record = self._records.pop(lease.id)
         self._state.set_request(record.request_number)
         for part in record.parts:
-            nodes = [node for pin in part.pins if (node := pin.node)]
+            nodes = [node for ref in part.refs if (node := ref.node)]
             if part.alone:
                 self._state.windows.serve(nodes)
             elif nodes:
                 nodes = self._state.index.path(nodes[0], part.positions[-1] - part.positions[0] + 1)
             self._state.touch(nodes if not part.alone else nodes[::-1])
-            for pin in part.pins:
-                self._state.unpin(pin)
+            for ref in part.refs:
+                self._state.remove_ref(ref)
 
     def protect(self, at: npt.NDArray[np.int32]) -> None:
         """Protect the nodes `at` from eviction until `end_step`, those in the warmest tier in that tier."""
@@ -183,12 +183,12 @@ class Leases:
         self._state.discard_invalid_copies()
 
     def check_integrity(self) -> None:
-        """Raise `CacheError` unless all pins are those of leases, and all marks those of protected nodes."""
-        held = [pin for record in self for part in record.parts for pin in part.pins]
-        ours = {pin for pin in held if pin.node}
-        theirs = {pin for pins in self._state.pins.values() for pin in pins}
+        """Raise `CacheError` unless all references are those of leases, and all marks those of protected nodes."""
+        held = [ref for record in self for part in record.parts for ref in part.refs]
+        ours = {ref for ref in held if ref.node}
+        theirs = {ref for refs in self._state.refs.values() for ref in refs}
         if ours != theirs:
-            raise CacheError(f"the cache has {len(theirs)} pins, the leases {len(ours)}")
+            raise CacheError(f"the index has {len(theirs)} references to nodes, the leases have {len(ours)}")
         seen = set(np.flatnonzero(u8_view(self._state.protected)).tolist())
         if not seen <= set(self._step):
             raise CacheError(f"{len(seen)} nodes are marked as protected, expected {len(set(self._step))}")
@@ -348,8 +348,8 @@ class Lookups:
         elif leased and call.protect is Protection.LEASE:
             if self._remote.tiers:
                 self._remote.found(keys[start:end])
-            pins = (self._state.pin(index.get(leased[-1])),)
-            held = LeasedChunks(leased, range(start, start + len(leased)), pins, group)
+            refs = (self._state.add_ref(index.get(leased[-1])),)
+            held = LeasedChunks(leased, range(start, start + len(leased)), refs, group)
             lease = self._leases.take(self._transfers.new_id(), (held,), call.request)
         return Found(
             lease,
@@ -392,7 +392,7 @@ class Lookups:
             LeasedChunks(
                 [here.keys[position] for position in there],
                 there,
-                [self._state.pin(node) for node in here.at[there].tolist()],
+                [self._state.add_ref(node) for node in here.at[there].tolist()],
                 group,
                 alone=True,
             )
@@ -514,8 +514,8 @@ class Lookups:
         blocks = len(need.load) * self._transfers.settings.blocks_per_chunk
         if need.partial and not need.partial.device:
             blocks += -(-need.partial.tokens // kind.block_size)
-        pins = [state.pin(state.index.get(key)) for key in (keys if kind.alone else keys[-1:])]
-        return LeasedChunks(keys, positions, pins, group, alone=kind.alone, blocks=blocks)
+        refs = [state.add_ref(state.index.get(key)) for key in (keys if kind.alone else keys[-1:])]
+        return LeasedChunks(keys, positions, refs, group, alone=kind.alone, blocks=blocks)
 
     # ------------------------------------------------------------------ inside
 

@@ -299,7 +299,7 @@ class TieredCache:
         if not 0 <= skip < size or not into or chunks > leased:
             raise CacheError(f"expected blocks of {leased} chunks of {size} blocks, got {len(into)} with skip={skip}")
         self._device.check(into)
-        self._state.check_pool([part.pins[0].node], self.settings.pool_of(group))
+        self._state.check_pool([part.refs[0].node], self.settings.pool_of(group))
         self.settings.check_tokens(tokens, group)
         self._state.set_request(record.request_number)
         record.load = self._loader.load(part, into, skip, timeout=longest, by_layer=by_layer, tokens=tokens)

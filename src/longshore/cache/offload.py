@@ -211,10 +211,10 @@ class Offloader:
         self._retain(at, known, retention)
         wanted = self._worth_alone(keys, fresh, prompt, retention)
         state.log.by = keys[wanted[-1]] if wanted else None
-        pins = [state.pin(node) for node in window]
+        refs = [state.add_ref(node) for node in window]
         admitted, waiting = self._admit(len(wanted), (), pool, wait_for_room=wait_for_room)
-        for pin in pins:
-            state.unpin(pin)
+        for ref in refs:
+            state.remove_ref(ref)
         if waiting:
             return ScheduledStore(None, retry=True)
         wanted = wanted[len(wanted) - admitted :]
@@ -371,7 +371,7 @@ class Offloader:
         if not wanted:
             return 0, 0
         wait_for_room, stream = (each and not orphan and bool(state.coldest) for each in (wait_for_room, stream))
-        nbytes, pins = state.pools[0].slabs.image_bytes[pool], [state.pin(node) for node in needed if node]
+        nbytes, refs = state.pools[0].slabs.image_bytes[pool], [state.add_ref(node) for node in needed if node]
         asked = wanted
         if self._asks_all and path and not orphan:
             wanted = self._promising(path, pool)
@@ -389,8 +389,8 @@ class Offloader:
             room = state.policies[0].admit(path[:allowed], make_room)
         else:
             room = self._room(0, allowed, pool, waits=wait_for_room or stream) if allowed else 0
-        for pin in pins:
-            state.unpin(pin)
+        for ref in refs:
+            state.remove_ref(ref)
         if again:
             return 0, wanted
         waiting = granted - room if stream and (room or self._may_get_room(0)) else 0

@@ -329,10 +329,10 @@ class RemoteTiers:
         state, writer, transfers = self._state, self._state.pools[0].writer, self._transfers
         jobs = dict.fromkeys(writer[slot] for node in path if node and (slot := state.index.slot[0][node]) in writer)
         state.log.by = wanted[-1 if alone else 0] if wanted else None
-        pins = [state.pin(node) for node in kept if node and wanted]
+        refs = [state.add_ref(node) for node in kept if node and wanted]
         room = transfers.evictor.make_room(0, len(wanted), pool, spare_dirty=True)
-        for pin in pins:
-            state.unpin(pin)
+        for ref in refs:
+            state.remove_ref(ref)
         for tier, batch in self._batches(wanted[len(wanted) - room :] if alone else wanted[:room]):
             job = transfers.new_id()
             above: list[Key | None] = [None] * len(batch)

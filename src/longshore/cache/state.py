@@ -53,7 +53,7 @@ class Level:
     make_policy: type[EvictionPolicy]
 
 
-class Pin:
+class NodeRef:
     """Keeps a node and all its ancestors from being evicted. `node` is `ROOT` after it was invalidated."""
 
     __slots__ = ("node",)
@@ -77,7 +77,7 @@ class CacheState:
         self.counters = counters
         self.pools = [level.pool for level in levels]
         self.several_sizes = len(self.pools[0].slabs.image_bytes) > 1
-        self.pins: dict[int, set[Pin]] = {}
+        self.refs: dict[int, set[NodeRef]] = {}
         self.thresholds = thresholds
         self.coldest = len(levels) - 1
         """The coldest tier."""
@@ -107,8 +107,8 @@ class CacheState:
         """1 for nodes that a lookup protects until the end of the step."""
         self._invalid_copies: list[tuple[int, int]] = []
         """Tiers and slots of invalid copies, to be removed when the step ends."""
-        self.pinned_in_host: set[int] = set()
-        """Nodes whose copies in the warmest tier are pinned, for a prefetch that lacks room."""
+        self.retained_in_host: set[int] = set()
+        """Nodes whose copies in the host tier are not evicted, for a prefetch that lacks room."""
         self.grow()
         for policy in self.policies:
             policy.begin(self.last_request)
@@ -372,16 +372,16 @@ class CacheState:
             self.log.record(EventKind.RESET, cause=cause)
         for pool in self.pools:
             pool.clear()
-        for pins in self.pins.values():
-            for pin in pins:
-                pin.node = ROOT
-        self.pins.clear()
+        for refs in self.refs.values():
+            for ref in refs:
+                ref.node = ROOT
+        self.refs.clear()
         self.index.removed = -1  # no result of an earlier lookup is valid any more
         self._begin()
 
     def reset_warmer(self, first: int) -> None:
         """Remove all chunks from tiers warmer than tier `first`, and those being written to any tier."""
-        self.pin_in_host(())
+        self.retain_in_host(())
         for tier, pool in enumerate(self.pools):
             for slot in list(pool.writer):
                 if pool.state[slot] == FILLING:
@@ -392,32 +392,32 @@ class CacheState:
 
     # ------------------------------------------------------------------ use
 
-    def pin(self, node: int) -> Pin:
-        """Keep `node` from eviction until `unpin`."""
-        pin = Pin(node)
-        self.pins.setdefault(node, set()).add(pin)
-        return pin
+    def add_ref(self, node: int) -> NodeRef:
+        """Keep `node` and its ancestors from eviction until `remove_ref`."""
+        ref = NodeRef(node)
+        self.refs.setdefault(node, set()).add(ref)
+        return ref
 
-    def is_pinned(self, node: int) -> bool:
-        """Whether a lease, or a lookup in this step, pins the last copy of `node`."""
-        return node in self.pins or bool(self.protected[node])
+    def is_referenced(self, node: int) -> bool:
+        """Whether a lease, or a lookup in this step, references the last copy of `node`."""
+        return node in self.refs or bool(self.protected[node])
 
-    def unpin(self, pin: Pin) -> None:
-        """Remove a pin. A pin whose node was invalidated has no effect any more."""
-        node = pin.node
+    def remove_ref(self, ref: NodeRef) -> None:
+        """Remove a reference. One whose node was invalidated has no effect any more."""
+        node = ref.node
         if node == ROOT:
             return
-        pin.node = ROOT
-        pins = self.pins[node]
-        pins.discard(pin)
-        if not pins:
-            del self.pins[node]
+        ref.node = ROOT
+        refs = self.refs[node]
+        refs.discard(ref)
+        if not refs:
+            del self.refs[node]
             self._recheck_evictable(node)
 
-    def pin_in_host(self, nodes: Iterable[int]) -> None:
-        """Pin exactly the copies of `nodes` in the warmest tier."""
-        before, self.pinned_in_host = self.pinned_in_host, set(nodes)
-        self.recheck_evictable(np.array(sorted(before - self.pinned_in_host), np.int32))
+    def retain_in_host(self, nodes: Iterable[int]) -> None:
+        """Keep exactly the copies of `nodes` in the host tier from eviction, of all nodes."""
+        before, self.retained_in_host = self.retained_in_host, set(nodes)
+        self.recheck_evictable(np.array(sorted(before - self.retained_in_host), np.int32))
 
     def check_pool(self, nodes: Sequence[int], pool: int) -> None:
         """Raise `CacheError` if one of `nodes` (0 is no node) is of another pool."""
@@ -510,9 +510,9 @@ class CacheState:
             ready = nodes[self.are_ranked(nodes, tier)]
             if len(policy) != len(ready) or not policy.resident(index.size)[ready].all():
                 raise CacheError(f"{level.name}: the eviction policy has {len(policy)} of {len(ready)} ready chunks")
-        for node, pins in self.pins.items():
-            if index.key[node] is None or not pins or any(pin.node != node for pin in pins):
-                raise CacheError(f"node {node} is pinned, but was removed")
+        for node, refs in self.refs.items():
+            if index.key[node] is None or not refs or any(ref.node != node for ref in refs):
+                raise CacheError(f"node {node} is referenced, but was removed")
 
     # ------------------------------------------------------------------ inside
 
@@ -562,10 +562,10 @@ class CacheState:
         pool.move(slot, DRAINING if pool.is_busy(slot) else FREE)
         if gone:
             self.forget((node,))
-            for pin in self.pins.pop(node, ()):
-                pin.node = ROOT
+            for ref in self.refs.pop(node, ()):
+                ref.node = ROOT
             self.protected[node] = 0
-            self.pinned_in_host.discard(node)
+            self.retained_in_host.discard(node)
             self.backlog.forget(node)
         else:
             if cause == EVICTED:
