@@ -117,19 +117,19 @@ class Tiers(NoTiers):
 
     def lookup(self, paths: Mapping[int, GroupKeys]) -> Found:
         """One lookup of the control plane for all groups, each of whose keys have a root of their own."""
-        with self.stack.runtime.transaction() as cache:
+        with self.stack.runtime.batch() as cache:
             return cache.lookup(paths, self.stack.runtime.clock())
 
     def release(self, found: Found) -> None:
         """Release the lease."""
         if found.lease is not None:
-            with self.stack.runtime.transaction() as cache:
+            with self.stack.runtime.batch() as cache:
                 cache.release(found.lease)
 
     def load(self, lease: Lease, blocks: Mapping[int, Sequence[int]]) -> PendingCopy:
         """One job for all groups, layer by layer if so configured; it begins when all reads from files have ended."""
         filled = [block for each in blocks.values() for block in each]
-        with self.stack.runtime.transaction() as cache:
+        with self.stack.runtime.batch() as cache:
             order = cache.load(lease, blocks, by_layer=self.by_layer)
             for part in order.jobs:
                 self._guard.add(part.job, filled)
@@ -139,14 +139,14 @@ class Tiers(NoTiers):
     def copy(self, group: int, source: int, block: int, tokens: int) -> PendingCopy | None:
         """A transfer inside the device pool; if `source` is in flight, the copy waits for it."""
         slot = Slot(DEVICE, self.stack.layout.pools[group], source)
-        with self.stack.runtime.transaction() as cache:
+        with self.stack.runtime.batch() as cache:
             job = cache.load({group: DeviceCopy([slot], tokens)}, {group: [block]}).jobs[0].job
             self._guard.add(job, (source, block))
         return PendingCopy(self, [block], job)
 
     def store(self, group: int, path: Sequence[Key], blocks: Sequence[int], first: int, text: PromptTokens) -> set[int]:
         """Offload the blocks that no tier has. The guard keeps them until they have been read."""
-        with self.stack.runtime.transaction() as cache:
+        with self.stack.runtime.batch() as cache:
             offload = cache.store({group: GroupKeys(path, first, prompt_tokens=text)}, {group: blocks})[group]
             if offload.job is not None:
                 self._guard.add(offload.job, [blocks[position - first] for position in offload.positions])
@@ -161,7 +161,7 @@ class Tiers(NoTiers):
             raise TimeoutError("copies still touch the device memory")
         self._guard.drain()
         if clear:
-            with runtime.transaction() as cache:
+            with runtime.batch() as cache:
                 cache.reset()
 
 
@@ -227,7 +227,7 @@ class PendingLoad(PendingCopy):
 
     def close(self) -> bool:
         """Release the lease."""
-        with self.tiers.stack.runtime.transaction() as cache:
+        with self.tiers.stack.runtime.batch() as cache:
             outcome = cache.progress(self._lease).outcome
             cache.release(self._lease)
         return outcome is not None and outcome.num_chunks == len(self.blocks)

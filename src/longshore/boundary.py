@@ -63,10 +63,10 @@ class Route(NamedTuple):
         return "its blocks are misses" if is_read else "its blocks were not stored"
 
     @staticmethod
-    def coldest(routes: Iterable[Route]) -> str:
-        """The names of the coldest tiers of `routes`, for logs."""
-        names = {name for route in routes for name in route}
-        return " and ".join(sorted(names - {DEVICE, HOST} or names - {DEVICE} or names))
+    def mover_name(routes: Iterable[Route]) -> str:
+        """What the mover of `routes` is, for logs: that of a tier below host memory, or of copies at the device."""
+        names = sorted({name for route in routes for name in route} - {DEVICE, HOST})
+        return f"{' and '.join(names)} tier" if names else "copies between device and host memory"
 
 
 class Item(NamedTuple):

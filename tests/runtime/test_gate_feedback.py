@@ -39,7 +39,7 @@ class Rig:
         )
         gate = RecomputeGate([HOST, FILE], TOKENS, IMAGE) if gated else None
         self.runtime = Runtime(self.cache, [self.device, self.files], gate=gate, clock=lambda: self.now)
-        with self.runtime.transaction() as cache:
+        with self.runtime.batch() as cache:
             cache.store({0: GroupKeys(KEYS)}, {0: range(4)})
         self._end_all()
 
@@ -52,11 +52,11 @@ class Rig:
 
     def drop(self, at_hand: int) -> None:
         """All but the first `at_hand` chunks leave host memory."""
-        with self.runtime.transaction() as cache:
+        with self.runtime.batch() as cache:
             assert cache.discard(KEYS[at_hand:], HOST) == 4 - at_hand
 
     def lookup(self) -> Lease:
-        with self.runtime.transaction() as cache:
+        with self.runtime.batch() as cache:
             hold = cache.lookup({0: GroupKeys(KEYS)}, self.now).lease
             assert hold is not None
             return hold
@@ -64,10 +64,10 @@ class Rig:
     def load(self) -> None:
         """All four chunks come up, and are let go."""
         hold = self.lookup()
-        with self.runtime.transaction() as cache:
+        with self.runtime.batch() as cache:
             cache.load(hold, {0: range(4)})
         self._end_all()
-        with self.runtime.transaction() as cache:
+        with self.runtime.batch() as cache:
             assert cache.progress(hold).outcome is not None
             cache.release(hold)
 

@@ -147,7 +147,7 @@ class Commands:
         """The caches of all groups, to be used together."""
         with contextlib.ExitStack() as held:
             runtimes = dict.fromkeys(group.runtime for group in self._groups)
-            yield {runtime: held.enter_context(runtime.transaction()) for runtime in runtimes}
+            yield {runtime: held.enter_context(runtime.batch()) for runtime in runtimes}
 
     def _keys(self, request: dict[str, Any]) -> Sequence[Sequence[Key]]:
         """The keys of the whole chunks of a prompt in each group."""
@@ -277,12 +277,12 @@ class Commands:
         self._unpin({})
         dropped, left = Counter[str](), Counter[str]()
         for runtime in self._runtimes:
-            with runtime.transaction() as cache:
+            with runtime.batch() as cache:
                 tiers = [tier.name for tier in cache.stats()]
             for tier in tiers:
                 more = True
                 while more:
-                    with runtime.transaction() as cache:
+                    with runtime.batch() as cache:
                         more = bool(count := cache.evict(tier, _AT_ONCE))
                         dropped[tier] += count
             with runtime.locked() as cache:
@@ -305,7 +305,7 @@ class Commands:
         for pin in pins:
             for runtime, lease in pin.leases:
                 if lease is not None:
-                    with runtime.transaction() as cache:
+                    with runtime.batch() as cache:
                         cache.release(lease)
 
 

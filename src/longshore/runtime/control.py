@@ -1,6 +1,6 @@
 """The socket of an engine for `longshore ctl`, and its client. `commands` carries out what it is sent.
 
-    longshore ctl ──► socket, of its owner alone ──► thread ──► Commands ──► Runtime.transaction ──► TieredCache
+    longshore ctl ──► socket, of its owner alone ──► thread ──► Commands ──► Runtime.batch ──► TieredCache
 
     request   {"command": "lookup", "tokens": [1, 2, ...]}\\n           or "keys": ["00ff...", ...], in hexadecimal
     answer    {"ok": {...}}\\n    or    {"error": "PinLimitError", "message": "..."}\\n

@@ -3,7 +3,7 @@
     take_commands ──► waiting ──(all of `after` ended)──► running ──poll──► apply_results
                          └── upstream failed, deadline, cancelled ──────────►┘
 
-Without a thread, calls make progress (`transaction`, `pump`, `wait...`). A `BackgroundLoop` makes progress in a thread
+Without a thread, calls make progress (`batch`, `pump`, `wait...`). A `BackgroundLoop` makes progress in a thread
 as well, between an engine's steps. One lock guards the cache in both cases.
 """
 
@@ -15,8 +15,9 @@ import math
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
 from longshore.boundary import (
@@ -108,11 +109,10 @@ class Runtime:
         self._calls = CallLog(cache, self.fail)
         self._cache_version = 0
         """Grows with each change of the cache: what a caller waits for may have happened since the version it saw."""
-        self._in_transaction = False
+        self._in_batch = False
         self._idle_until = -math.inf
         """Waits do not call the cache before, without results: nothing is due, unless a caller has used it."""
-        self.fault: BaseException | None = None
-        """The exception of the control plane's first fault, which disabled the tiers."""
+        self.fault: BaseException | None = None  # the first exception of the control plane; it disabled the tiers
         self.faults = 0
 
     def fail(self, error: BaseException) -> None:
@@ -136,11 +136,11 @@ class Runtime:
                         _log.exception("transfer job %d could not be cancelled; it runs until it completes", job)
 
     @contextmanager
-    def transaction(self) -> Iterator[TieredCache]:
-        """A lock: exclusive access to the cache. Nothing is rolled back.
+    def batch(self) -> Iterator[TieredCache]:
+        """Exclusive access to the cache, for a batch of calls. Nothing is rolled back.
 
         When the block ends, the commands that the cache has given are submitted, also if the block raises; at the
-        end of the outer one where transactions are nested.
+        end of the outer one where batches are nested.
 
         Raises `TierClosedError` after `close`, and in a process forked from the one of the movers' threads.
         """
@@ -150,13 +150,13 @@ class Runtime:
             if self.closed:
                 raise TierClosedError("the runtime was closed")
             with self._typed_faults():
-                if not (is_inner := self._in_transaction):
+                if not (is_inner := self._in_batch):
                     self._cache.apply_results((), self.clock())
-                self._in_transaction = True
+                self._in_batch = True
                 try:
                     yield self._cache
                 finally:
-                    self._in_transaction = is_inner
+                    self._in_batch = is_inner
                     self._cache_version += 1
                     self._idle_until = -math.inf
                     if not is_inner:
@@ -164,9 +164,14 @@ class Runtime:
                         if self._is_busy:
                             self.wakeup.set()
 
+    def transaction(self) -> AbstractContextManager[TieredCache]:
+        """The former name of `batch`."""
+        warnings.warn("Runtime.transaction was renamed: use Runtime.batch", DeprecationWarning, stacklevel=2)
+        return self.batch()
+
     @contextmanager
     def _typed_faults(self) -> Iterator[None]:
-        """A fault of the control plane becomes a typed error; that is raised once the tiers are off, too."""
+        """Turn a fault of the control plane into a typed error; raise that once the tiers are off, too."""
         if self.fault is not None:
             raise TierClosedError(_OFF) from self.fault
         try:
@@ -248,8 +253,7 @@ class Runtime:
     def flush(self, timeout: float) -> bool:
         """Wait until every block that is to be copied down was, and no mover is busy; returns whether that is so.
 
-        Blocks that a tier has refused (admission) stay where they are. Jobs that the engine carries out itself are not
-        waited for.
+        Blocks that a tier did not admit stay where they are. Does not wait for jobs that the engine carries out itself.
         """
 
         def is_done() -> bool:
@@ -312,7 +316,7 @@ class Runtime:
             try:
                 mover.close()
             except Exception:  # noqa: BLE001 - the others are to be closed all the same
-                _log.exception("%s tier could not be closed; its memory is freed at exit", Route.coldest(mover.routes))
+                _log.exception("%s: could not be closed; memory is freed at exit", Route.mover_name(mover.routes))
         self.pump()
         self.wakeup.set()
         return flushed
@@ -362,17 +366,17 @@ class Runtime:
                 raise
 
     def _drain(self) -> None:
-        """With disabled tiers: collect ended jobs, so that no caller waits for them.
-
-        A mover that raises is not polled again; its jobs count as in flight until the end.
-        """
+        """With disabled tiers: collect ended jobs. A mover that raises is not polled again; its jobs stay in flight."""
         for mover in self._movers:
             if mover in self._unpollable:
                 continue
             try:
                 results = mover.poll()
             except Exception:  # noqa: BLE001 - the others are to be heard all the same
-                _log.exception("%s tier failed, its slots are blocked; restart the engine", Route.coldest(mover.routes))
+                named = Route.mover_name(mover.routes)
+                _log.exception(
+                    "%s: results cannot be read; slots of jobs in flight are blocked; restart the engine", named
+                )
                 self._unpollable.append(mover)
                 continue
             for result in results:
@@ -454,10 +458,8 @@ class Runtime:
         """Submit the leading items whose upstream arrived: a chunk is of no use without those before it."""
         transfer = waiting.transfer
         self._waiting.pop(transfer.job, None)
-        statuses = [
-            Status.OK if item.source is None else waiting.failures.get(item.source, Status.OK)
-            for item in transfer.items
-        ]
+        failed, sources = waiting.failures, [item.source for item in transfer.items]
+        statuses = [Status.OK if source is None else failed.get(source, Status.OK) for source in sources]
         usable = leading_ok(statuses)
         tail = tuple(Status.CANCELLED if status is Status.OK else status for status in statuses[usable:])
         if not usable:

@@ -76,7 +76,7 @@ class TierSource:
     ) -> None:
         """`namespace` is the present one; `is_coming` says of a chunk that no tier has whether one will have it soon.
 
-        Both are called within a transaction; resets change the namespace within one, too.
+        Both are called within a batch of the runtime; resets change the namespace within one, too.
         """
         self._runtime = runtime
         self._host = host
@@ -90,7 +90,7 @@ class TierSource:
 
     def lengths(self, addresses: Sequence[bytes]) -> list[int]:
         """The length of each value; 0 for one that is not there, `COMING` for one that will be."""
-        with self._runtime.transaction() as cache:
+        with self._runtime.batch() as cache:
             namespace = self._namespace()
             keys = [self._key(each, namespace) for each in addresses]
             known = [key for key in keys if key is not None]
@@ -108,7 +108,7 @@ class TierSource:
             yield (self._value(*slots[each]) if each in slots else None for each in addresses)
 
     def _release(self, held: int | Lease) -> None:
-        with self._runtime.transaction() as cache:
+        with self._runtime.batch() as cache:
             cache.release(held)
 
     def _value(self, slot: int, identity: Identity) -> tuple[bytes, memoryview]:
@@ -123,7 +123,7 @@ class TierSource:
         was_read = False
         while True:
             with contextlib.ExitStack() as reading:
-                with self._runtime.transaction() as cache:  # may raise at its end; between two, weights may change
+                with self._runtime.batch() as cache:  # may raise at its end; between two, weights may change
                     namespace = self._namespace()
                     names = {key: each for each in addresses if (key := self._key(each, namespace)) is not None}
                     seen = self._seen(cache, list(names))

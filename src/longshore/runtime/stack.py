@@ -166,7 +166,7 @@ class Stack:
         lease, per_chunk, timeout = found.lease, self.config.blocks_per_chunk, self.config.load_timeout
         if lease is None:
             return list
-        with self.runtime.transaction() as cache:
+        with self.runtime.batch() as cache:
             runs, dirty = cache.progress(lease).runs, cache.backups_needed
         tiers = [run.tier for run in runs for _ in range(run.num_chunks)][: -(-(skip + len(blocks)) // per_chunk)]
         missing = len(tiers) - tiers.count(FILE if self.host is None else HOST)
@@ -194,7 +194,7 @@ class Stack:
         while len(sources) < found.num_chunks and (left := deadline - runtime.clock()) > 0:
             done, now, end = len(sources), runtime.clock(), min(found.num_chunks, len(sources) + self._part)
             part = GroupKeys(path.keys[: path.start + end], path.start + done)
-            with runtime.transaction() as cache:
+            with runtime.batch() as cache:
                 hit = cache.lookup({0: part}, now, request=request, request_number=number, count=False, remote_tiers=())
                 if hit.lease is None:
                     break
@@ -206,7 +206,7 @@ class Stack:
                     self._order_load(hit.lease, mine, 0 if done else skip, on_job, origins, left)
                     sources += self._wait_load(hit.lease)
             finally:
-                with runtime.transaction() as cache:
+                with runtime.batch() as cache:
                     cache.release(hit.lease)
             if len(sources) < end:
                 break
@@ -233,7 +233,7 @@ class Stack:
             end, left = min(len(names), first + most), deadline - runtime.clock()
             part, skipped = path._replace(chunks=names[:end], start=first), (first - path.start) * per_chunk
             mine = blocks[skipped : (end - path.start) * per_chunk]
-            with runtime.transaction() as cache:
+            with runtime.batch() as cache:
                 store = functools.partial(cache.store, before_eviction=before_eviction, request_number=request_number)
                 scheduled = store({0: part}, {0: mine}, wait_for_room=left > 0)[0]
                 if scheduled.job is not None:
@@ -256,7 +256,7 @@ class Stack:
         self, lease: Lease, blocks: Sequence[int], skip: int, on_job: JobCallback, origins: Origins, timeout: float
     ) -> None:
         per_chunk, at = self.config.blocks_per_chunk, -skip
-        with self.runtime.transaction() as cache:
+        with self.runtime.batch() as cache:
             for job in cache.load(lease, {0: blocks}, skip=skip, timeout=timeout, origins=origins).jobs:
                 end = at + job.num_chunks * per_chunk
                 on_job(job.job, blocks[max(0, at) : end])
@@ -315,7 +315,7 @@ class Stack:
                 "after waking up; raise write_timeout",
                 self.config.write_timeout,
             )
-        with self.runtime.transaction() as cache:
+        with self.runtime.batch() as cache:
             cache.reset(keep=keep)
         if HOST in keep or self.arena is None:
             return

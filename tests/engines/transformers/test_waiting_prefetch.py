@@ -126,7 +126,7 @@ def serve(
         steps_as_long_as_reads(patched, tiers)
         with running(model, prompts, max_requests_per_batch=1) as manager:
             found = results(manager, len(prompts))
-        with tiers.stack.runtime.transaction() as cache:
+        with tiers.stack.runtime.batch() as cache:
             cache.check_integrity()
             assert (cache.leases, cache.protected, cache.jobs_in_flight) == (0, 0, 0)
             counters = cache.counters.copy()
@@ -227,7 +227,7 @@ def test_a_prefetch_ends_with_its_request(
         until(lambda: not ahead.keys and not leases(stack))
         held.set()
         until(lambda: not stack.runtime.pump())
-        with stack.runtime.transaction() as cache:
+        with stack.runtime.batch() as cache:
             cache.check_integrity()
             assert cache.jobs_in_flight == 0
         if how == "cancelled":

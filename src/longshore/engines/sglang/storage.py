@@ -245,7 +245,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         if not keys or self._why_off or self._kv.is_stuck():
             return 0
         stack, runtime = self._kv.stack, self._runtime
-        with runtime.transaction() as cache:
+        with runtime.batch() as cache:
             with runtime.lookup_counters.seconds.timed():
                 found = cache.lookup({0: GroupKeys(keys, UNKNOWN_START)}, runtime.clock(), remote_tiers=())
             path = _whole_path(cache, keys, found.before, runtime.clock()) if stack.remote else None
@@ -257,7 +257,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
             try:
                 count = runtime.worth_loading(found.lease, len(before or ()) * self._kv.pages.page_size)
             finally:
-                with runtime.transaction() as cache:
+                with runtime.batch() as cache:
                     cache.release(found.lease)
         if path is None or count < found.num_chunks:
             return count
@@ -275,7 +275,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         deadline = runtime.clock() + self.settings.load_timeout
         while done < len(keys) and (left := deadline - runtime.clock()) > 0:
             if asked.path is None:
-                with runtime.transaction() as cache:
+                with runtime.batch() as cache:
                     before = _look(cache, keys, runtime.clock()).before
                 part = GroupKeys([*before, *keys], len(before))
             else:
@@ -294,7 +294,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
     def _load_part(self, part: GroupKeys, pages: Sequence[int], request_number: int | None) -> int:
         """Fill `pages` with what leads of `part` and our tiers have; how many that are."""
         jobs, runtime = list[int](), self._runtime
-        with runtime.transaction() as cache:
+        with runtime.batch() as cache:
             found = cache.lookup(
                 {0: part}, runtime.clock(), remote_tiers=(), request_number=request_number, count=False
             )
@@ -304,7 +304,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
             mine = pages[: found.num_chunks]
             return len(self._kv.stack.load_path(found, part, mine, lambda job, blocks: jobs.append(job)))
         finally:
-            with contextlib.suppress(LongshoreError), runtime.transaction() as cache:
+            with contextlib.suppress(LongshoreError), runtime.batch() as cache:
                 cache.release(found.lease)
             self._kv.let_go(jobs)
 
@@ -340,7 +340,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
     def clear(self) -> None:
         """Forget all pages in files, also after a restart."""
         for tiers in self._tiers.values():
-            with tiers.runtime.transaction() as cache:
+            with tiers.runtime.batch() as cache:
                 cache.reset()
 
     def flush(self, timeout: float) -> bool:
@@ -399,7 +399,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         """Device and host memory of SGLang are empty. After a change of weights: begin another namespace."""
         if self._has_changed:
             for tiers in self._tiers.values():
-                with tiers.runtime.transaction() as cache:
+                with tiers.runtime.batch() as cache:
                     cache.reset(weights=True)
             with self._lock:
                 self._asked.clear()

@@ -205,7 +205,7 @@ class PoolTiers:
         """Whether each page of these keys of SGLang's is stored, whatever is before it."""
         if self.is_stuck():
             return [False] * len(names)
-        with self.runtime.transaction() as cache:
+        with self.runtime.batch() as cache:
             asked = {0: GroupKeys(digests(names))}
             here = cache.lookup(asked, self.runtime.clock(), protect=Protection.NONE, independent=True).residency[0]
         return [each in (Presence.WARMEST, Presence.COLDER) for each in here.presences]
@@ -219,7 +219,7 @@ class PoolTiers:
         leases, request_number, done = list[Lease](), None, 0
         with self.bounded(timeout) as jobs:
             try:
-                with runtime.transaction() as cache:
+                with runtime.batch() as cache:
                     for key, page in zip(digests(names), pages, strict=True):
                         found = cache.lookup(
                             {0: GroupKeys([key])}, runtime.clock(), remote_tiers=(), request_number=request_number
@@ -236,7 +236,7 @@ class PoolTiers:
                         break
                     done += 1
             finally:
-                with contextlib.suppress(LongshoreError), runtime.transaction() as cache:
+                with contextlib.suppress(LongshoreError), runtime.batch() as cache:
                     for lease in leases:
                         cache.release(lease)
         return done

@@ -263,7 +263,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
     @contained(lambda self, stack, lookup: None, expected=_EXPECTED)
     def _count_request(self, stack: Stack, lookup: PromptLookup) -> None:
         """The request begins now: what the tiers lack of it is missed."""
-        with stack.runtime.transaction() as cache:
+        with stack.runtime.batch() as cache:
             if lookup.path is not None and not lookup.is_counted:
                 lookup.is_counted = True
                 path, now, name = {0: lookup.path}, stack.runtime.clock(), lookup.request
@@ -310,7 +310,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
     @contained(lambda self, stack, ahead, waiting: set[str](), expected=_EXPECTED)
     def _fetch(self, stack: Stack, ahead: WaitingPrefetcher, waiting: Iterable[tuple[str, list[int]]]) -> set[str]:
         late: set[str] = set()
-        with stack.runtime.transaction() as cache:
+        with stack.runtime.batch() as cache:
             for request, prompt in waiting:
                 lookup = self._lookup(request)
                 if not lookup.is_fetched:
@@ -333,7 +333,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
 
     @contained(lambda self, stack, ahead, lookups: None, expected=_EXPECTED)
     def _end_prefetches(self, stack: Stack, ahead: WaitingPrefetcher, lookups: Sequence[PromptLookup]) -> None:
-        with contextlib.suppress(TierClosedError), stack.runtime.transaction() as cache:
+        with contextlib.suppress(TierClosedError), stack.runtime.batch() as cache:
             for lookup in lookups:
                 ahead.end(cache, lookup)
 
@@ -366,7 +366,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
             sent = fetch_and_wait(stack.runtime, lookup.path, context, per_chunk * self.tokens_per_page, timeout)
             lookup.fetched_from.update(sent)
         now, name = stack.runtime.clock(), lookup.request
-        with stack.runtime.transaction() as cache, stack.runtime.lookup_counters.seconds.timed():
+        with stack.runtime.batch() as cache, stack.runtime.lookup_counters.seconds.timed():
             found = cache.lookup(
                 {0: lookup.path},
                 now,
@@ -385,7 +385,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
             fetched = max(0, lookup.fetched - lookup.path.start)
             chunks = stack.runtime.worth_loading(lease, len(present) * self.tokens_per_page, least=fetched)
             if FILE not in lookup.hints.load:
-                with stack.runtime.transaction() as cache:
+                with stack.runtime.batch() as cache:
                     chunks = min(chunks, cache.progress(lease).leading(HOST))
             leading = found.partial.tokens // self.tokens_per_page if found.partial and chunks > found.num_chunks else 0
             wanted = min(min(chunks, found.num_chunks) * per_chunk + leading - skip, limit - len(present))
@@ -407,7 +407,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
 
     @contained(lambda self, stack, lease: None, expected=_EXPECTED)
     def _release(self, stack: Stack, lease: Lease) -> None:
-        with stack.runtime.transaction() as cache:
+        with stack.runtime.batch() as cache:
             cache.release(lease)
 
     def _take_blocks(self, wanted: int, reserve: int, keep: Sequence[int]) -> list[int]:

@@ -184,7 +184,7 @@ class Tiers:
         keep = kept_tiers(self.config, keep)
         self._allocator.forget()
         if self.stack.runtime.fault is None:
-            with self.stack.runtime.transaction() as cache:
+            with self.stack.runtime.batch() as cache:
                 cache.reset(keep=keep)
             if self._allocator.in_use:  # otherwise the model is looked at when the next engine starts
                 self._allocator.attach(self.open(self._allocator))
@@ -192,7 +192,7 @@ class Tiers:
         stack = self.open(self._allocator)
         self._allocator.attach(stack)
         if stack is not None:  # opened anew, maybe over files of before
-            with stack.runtime.transaction() as cache:
+            with stack.runtime.batch() as cache:
                 cache.reset(keep=keep)
 
     def sleep(self, *, keep: Sequence[str] = (HOST, FILE)) -> None:

@@ -292,7 +292,7 @@ class PrefixStore:
             self._wait_idle()
             self._is_asleep = True
             if self._stack.host is None:  # through the device straight into files: there is no host memory to be kept
-                with self._stack.runtime.transaction() as cache:
+                with self._stack.runtime.batch() as cache:
                     cache.reset(keep=keep)
                 self._stack.close()
             else:
@@ -357,7 +357,7 @@ class PrefixStore:
             fetch_and_wait(runtime, path, path.start * chunk_tokens, chunk_tokens, self._config.load_timeout)
         runtime.lookup_counters.requests += request_number is None
         runtime.lookup_counters.attempts += 1
-        with runtime.transaction() as tiered_cache:
+        with runtime.batch() as tiered_cache:
             with runtime.lookup_counters.seconds.timed():
                 found = tiered_cache.lookup(
                     {0: path},
@@ -416,7 +416,7 @@ class PrefixStore:
         self._stack.transfer_engine.begin_step(None)
         runtime, chunks, lease = self._stack.runtime, len(part.keys) - part.start, None
         blocks = self._blocks_of(half, chunks)
-        with runtime.transaction() as cache:
+        with runtime.batch() as cache:
             if chunks < found.num_chunks:
                 lease = cache.lookup(
                     {0: part},
@@ -437,7 +437,7 @@ class PrefixStore:
     def _release(self, lease: Lease | None) -> None:
         if lease is None:
             return
-        with self._stack.runtime.transaction() as cache:
+        with self._stack.runtime.batch() as cache:
             cache.release(lease)
 
     def _wait_idle(self) -> None:

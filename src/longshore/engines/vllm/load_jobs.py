@@ -89,7 +89,7 @@ class RequestLoad:
 
 
 class LoadJobs:
-    """The loads of one engine, one of each request at most. Calls are made inside a transaction of the runtime."""
+    """The loads of one engine, one of each request at most. Calls are made inside a batch of the runtime."""
 
     def __init__(self, context: JobContext, validity: BlockValidity) -> None:
         self._context = context
@@ -347,7 +347,7 @@ class RemoteFetches:
         now = self._runtime.clock()
         if request.probes is None and now < request.next_probe:
             return _with_in_flight(found, ends, set(absent))
-        with self._runtime.transaction() as cache:
+        with self._runtime.batch() as cache:
             asked = {0: GroupKeys(request.cache_keys(absent))}
             asks = self._stores_to_probe(ends, absent, first) if request.probes is None else []
             if request.source is None:  # only requests that name a peer probe it

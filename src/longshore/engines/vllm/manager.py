@@ -167,7 +167,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         request = self._requests.get(name) or self._request_state(req_context)
         paths = {group: request.looked_up(mine) for group, mine in self._groups.split(keys)}
         origins = dict(zip(request.cache_keys(request.origins), request.origins.values(), strict=True))
-        with self._runtime.transaction() as cache:
+        with self._runtime.batch() as cache:
             spec = self._load_jobs.begin(cache, name, request.number, paths, origins, in_parts=request.loads_in_parts)
             self._release(request, cache)
         request.waiting_since = None
@@ -179,7 +179,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         name = req_context.req_id
         request = self._requests.get(name)
         if request is not None and name in self._load_jobs:
-            with self._runtime.transaction() as cache:
+            with self._runtime.batch() as cache:
                 parts, failed = self._load_jobs.end(cache, name)
                 request.load_failed |= failed
                 results = [result for ticket in parts for result in self._job_context.end(ticket, cache)]
@@ -209,7 +209,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         self._validity.device_used()
         request = self._request_state(req_context)
         accepts = request.hints.store and self._validity.may_store(request, keys, self._store_jobs)
-        with self._runtime.transaction() as cache:
+        with self._runtime.batch() as cache:
             accepted = self._store_jobs.offer(cache, request, keys, req_context, accepts=accepts)
             if self._computed_by and accepted is not None:  # they are in flight now, or not stored at all
                 self._no_longer_computes(request.cache_keys(keys))
@@ -219,7 +219,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         """vLLM reports these chunks as done: publish the chunks that all ranks have copied."""
         self._check_weights()
-        with self._runtime.transaction() as cache:
+        with self._runtime.batch() as cache:
             left = self._store_jobs.report(cache, keys)
         self._unreported += [(ticket, True) for ticket in left]
 
@@ -236,7 +236,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """Release the leases of a finished request; slots that workers still read stay reserved."""
         request = self._requests.get(req_context.req_id)
         if request is not None:
-            with self._runtime.transaction() as cache:
+            with self._runtime.batch() as cache:
                 self._release(request, cache)
                 self._load_jobs.stop(cache, request.name)
                 mine = [key for key in request.computed_keys if self._computed_by.get(key) == request.name]
@@ -251,7 +251,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         self._tiers.sleeps.restore_host_memory()
         for name in self._requests.keys() & context.preempted_req_ids:
             self._requests[name].offered_before_reset = -1  # its blocks are computed again
-        with self._runtime.transaction() as cache:
+        with self._runtime.batch() as cache:
             if any(request.wanted for request in self._requests_of_step):
                 cache.end_step()  # loads of this step have leases by now; other chunks may be evicted
             for request in self._requests_of_step:
@@ -308,7 +308,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     def _clear_tiers(self, keep: tuple[str, ...] = (), *, weights: bool = False) -> None:
         """Clear the tiers but those to `keep`. Slots in flight stay reserved until the workers have reported them."""
-        with self._runtime.transaction() as cache:
+        with self._runtime.batch() as cache:
             for request in self._requests.values():
                 self._release(request, cache)
             self._unreported += [(ticket, False) for ticket in self._load_jobs.end_all(cache)]
@@ -323,7 +323,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     @contained(lambda self: None)
     def on_reset_flushed(self) -> None:
         """All jobs in flight at the last reset were reported: no worker uses their slots any more (vLLM 0.33)."""
-        with self._runtime.transaction() as cache:
+        with self._runtime.batch() as cache:
             for ticket, _ in self._unreported:
                 if ticket.number in self._open_at_reset:
                     self._job_context.end(ticket, cache)
@@ -359,7 +359,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             return list(self._events.translate(cache))
 
     def is_coming(self, key: Key) -> bool:
-        """Whether a request computes a chunk, or it waits to be stored. In a transaction of the runtime."""
+        """Whether a request computes a chunk, or it waits to be stored. In a batch of the runtime."""
         return key in self._computed_by or key in self._store_jobs.keys_without_slots
 
     def flush(self, timeout: float) -> bool:
@@ -381,7 +381,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     @contained(lambda self, tickets: None)
     def _release_tickets(self, tickets: Sequence[Ticket]) -> None:
         """End all loads, and release the cache jobs of `tickets`: vLLM reports nothing any more."""
-        with self._runtime.transaction() as cache:
+        with self._runtime.batch() as cache:
             self._load_jobs.end_all(cache)
             for cache_job, _ in (each for ticket in tickets for each in ticket.cache_jobs):
                 cache.release(cache_job)
@@ -417,7 +417,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         must_recompute |= self._tiers.reports.is_asleep() or not self._tiers.sleeps.has_memory
         request.asked_keys, request.loads_in_parts = list(asked), False
         now = self._runtime.clock()
-        with self._runtime.transaction() as cache:
+        with self._runtime.batch() as cache:
             timed_out = (waited := now - (request.waiting_since or now)) > self._job_context.timeout
             was_prefetched = bool(request.leases) and all(cache.progress(lease).is_over for lease in request.leases)
             asks = {0: GroupKeys(request.cache_keys(() if must_recompute else request.asked_keys))}

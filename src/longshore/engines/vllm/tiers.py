@@ -187,7 +187,7 @@ class SleepControl:
         if idle:
             self._runtime.wait_idle(self._config.load_timeout)
         try:
-            with self._runtime.transaction() as cache:
+            with self._runtime.batch() as cache:
                 cache.resize(HOST, 0, discard=True)
         except CapacityError as error:
             _log.warning("host memory is not freed for this sleep, because copies are in flight: %s", error)
@@ -198,7 +198,7 @@ class SleepControl:
         """A step is planned, so the engine is awake: use the slots again if all workers have the memory again."""
         if not self.has_memory and not self._reports.is_asleep() and not self._reports.lacks_memory():
             self.has_memory, self._reports.frees_host_memory = True, False
-            with self._runtime.transaction() as cache:
+            with self._runtime.batch() as cache:
                 cache.resize(HOST, self._slabs)
 
 
