@@ -153,7 +153,7 @@ class Setup(NamedTuple):
             device_blocks=self.device_blocks,
             groups=GROUPS[: max(self.groups, self.partial)],
             partial=self.partial,
-            pools=(0, 1, 0) if self.slabs else (),
+            size_classes=(0, 1, 0) if self.slabs else (),
             probe_timeout=PROBE,
             probe_life=PROBE_LIFE,
             max_probes=self.max_probes,
@@ -177,8 +177,8 @@ class Setup(NamedTuple):
         if not self.slabs:
             return range(slot.index, slot.index + 1)
         slab, position = divmod(slot.index, SLAB_UNITS // min(IMAGE_UNITS))
-        start = slab * SLAB_UNITS + position * IMAGE_UNITS[slot.pool]
-        return range(start, start + IMAGE_UNITS[slot.pool])
+        start = slab * SLAB_UNITS + position * IMAGE_UNITS[slot.size_class]
+        return range(start, start + IMAGE_UNITS[slot.size_class])
 
 
 def lookup(cache: TieredCache, keys: Sequence[Key], now: float, first: int = 0, **how: Any) -> Found:

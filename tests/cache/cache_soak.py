@@ -88,7 +88,7 @@ class Storm:
                 tiers.append(TierSpec(name, self._slots(more, several=several), IMAGE, policy, outlives=True))
         settings = CacheSettings(
             groups=tuple(CacheGroup(block_size=4, window=window) for window in windows),
-            pools=(0, 1) if several else (),
+            size_classes=(0, 1) if several else (),
             backup=draw.choice((WritePolicy.BACK, WritePolicy.THROUGH)),
             offload=draw.choice((WritePolicy.THROUGH, WritePolicy.THROUGH, WritePolicy.SELECTIVE)),
             max_writes=draw.choice((1 << 14, 1 << 14, max(2, host // 2))),
@@ -348,7 +348,7 @@ class Storm:
         for tier in reversed(self.tiers[1:]):
             mine = [each for each in kept if each.slot.tier == tier.name and self.draw.random() >= lost]
             self.draw.shuffle(mine)
-            self.cache.adopt(tier.name, [(slot.index, key, parent, slot.pool) for key, parent, slot, _ in mine])
+            self.cache.adopt(tier.name, [(slot.index, key, parent, slot.size_class) for key, parent, slot, _ in mine])
             self.cache.check_integrity()
 
 

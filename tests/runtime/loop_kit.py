@@ -149,7 +149,7 @@ class Memory:
         for item, block in zip(transfer.items, transfer.sections[0].blocks, strict=True):
             slot = item.source or item.destination
             image = np.frombuffer(
-                self.host.arena.view(self.host.slabs.offset(slot.pool, slot.index), IMAGE), dtype=np.uint8
+                self.host.arena.view(self.host.slabs.offset(slot.size_class, slot.index), IMAGE), dtype=np.uint8
             )
             if transfer.route == DOWN:
                 image[:] = self.blocks[block]

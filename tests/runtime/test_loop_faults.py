@@ -279,5 +279,8 @@ def test_failing_device_copies_are_not_blamed_on_a_tier(
 
 
 def test_former_name_of_a_batch_warns(rig: Rig) -> None:
-    with pytest.warns(DeprecationWarning, match="use Runtime.batch"), rig.runtime.transaction() as cache:
+    with (
+        pytest.warns(DeprecationWarning, match="Runtime.transaction was renamed: use batch"),
+        rig.runtime.transaction() as cache,
+    ):
         assert cache is rig.cache

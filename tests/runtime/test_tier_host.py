@@ -143,7 +143,13 @@ def test_orders_that_the_full_pipe_delays_are_not_lost(harness: HostedHarness) -
 
 def test_invalid_order_is_refused_before_the_process_sees_it(harness: HostedHarness) -> None:
     write, most = harness.op(Op.WRITE, 0, 0), harness.tier.slabs.indices
-    for wrong in ({"generation": 1}, {"slot": most}, {"offset": harness.arena.nbytes}, {"pool": 1}, {"length": 0}):
+    for wrong in (
+        {"generation": 1},
+        {"slot": most},
+        {"offset": harness.arena.nbytes},
+        {"size_class": 1},
+        {"length": 0},
+    ):
         with pytest.raises(TierError):
             harness.tier.submit([write, write._replace(**wrong)], math.inf)
     with pytest.raises(PlanError):

@@ -148,7 +148,7 @@ class Story:
     def judge(self) -> Judged:
         """Read every key from every place: what is served must be what was written under that key."""
         places = self.shape.places
-        listed = [(places.index((chunk.slot, chunk.pool)), chunk.key[0]) for chunk in self.tier.recover()]
+        listed = [(places.index((chunk.slot, chunk.size_class)), chunk.key[0]) for chunk in self.tier.recover()]
         pairs = [(place, number) for place in range(len(places)) for number in range(1, NUMBERS)]
         reads = [self._op(Op.READ, *pair, position) for position, pair in enumerate(pairs)]
         self.arena.array[:] = 0xCC

@@ -99,7 +99,7 @@ class Machine:
         """Places and numbers."""
         numbers = {key(number): number for number in range(NUMBERS)}
         chunks = self.tier.recover()
-        return {(self.shape.places.index((chunk.slot, chunk.pool)), numbers[chunk.key]) for chunk in chunks}
+        return {(self.shape.places.index((chunk.slot, chunk.size_class)), numbers[chunk.key]) for chunk in chunks}
 
     def run(self, op: Op, pairs: Collection[tuple[int, int]]) -> tuple[Status, ...]:
         """Places and numbers, as one batch."""

@@ -83,7 +83,7 @@ class World:
             return
         self.index.close()
         self.index = RecordIndex(self.directory, self.slabs, entries, epoch, sequence(2, self.serial))
-        pools, written = entries["pool"].tolist(), entries["sequence"].tolist()
+        pools, written = entries["size_class"].tolist(), entries["sequence"].tolist()
         self.live = dict(zip(entries["slot"].tolist(), zip(pools, written, strict=True), strict=True))
         self.dropped = {}
 
@@ -136,7 +136,7 @@ class World:
         if entries is None:
             return None
         assert fits_geometry(entries, self.slabs).all()
-        pools, written = entries["pool"].tolist(), entries["sequence"].tolist()
+        pools, written = entries["size_class"].tolist(), entries["sequence"].tolist()
         return dict(zip(entries["slot"].tolist(), zip(pools, written, strict=True), strict=True))
 
     def close(self) -> None:

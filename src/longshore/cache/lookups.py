@@ -317,7 +317,7 @@ class Lookups:
             before = [index.key[each] for each in index.path(node, index.depth[node] + 1)[:0:-1]]
             keys, start = [*before, *keys], len(before)
         check_start(keys, start)
-        settings.pool_of(group)
+        settings.size_class_of(group)
         if settings.groups:
             settings.group(group)
         size = 0 if prompt_tokens is None else settings.group(group)[1]
@@ -408,17 +408,17 @@ class Lookups:
         """
         keys, start = path.keys, path.start
         check_start(keys, start)
-        pool, index = self._transfers.settings.pool_of(group), self._state.index
+        size_class, index = self._transfers.settings.size_class_of(group), self._state.index
         if self._transfers.settings.stands_alone(group):
             nodes = index.find_alone(keys[start:])
-            self._state.check_pool(nodes, pool)
+            self._state.check_size_class(nodes, size_class)
             self._advance(now)
-            return self._remote.fetch_alone(keys[start:], nodes, pool, self._transfers.now + longest)
+            return self._remote.fetch_alone(keys[start:], nodes, size_class, self._transfers.now + longest)
         end = index.reachable_prefix(keys, start)
         nodes = index.follow(keys, end)
-        self._state.check_pool([*nodes[:1], index.get(keys[end - 1]) if end else 0], pool)
+        self._state.check_size_class([*nodes[:1], index.get(keys[end - 1]) if end else 0], size_class)
         self._advance(now)
-        return self._remote.fetch(keys, end, nodes, pool, self._transfers.now + longest)
+        return self._remote.fetch(keys, end, nodes, size_class, self._transfers.now + longest)
 
     def warm(self, keys: Sequence[Key] | Residency, group: int) -> tuple[Sequence[Key], I32]:
         """Keys and nodes of chunks of `group`. Raises `CacheError` unless all are ready in the warmest tier."""
@@ -493,7 +493,7 @@ class Lookups:
                 index.known_prefix(keys, need.end)  # as when misses are counted
                 ready = index.reachable_prefix(keys, 0)
                 nodes = [index.get(keys[ready - 1]) if ready else ROOT, *index.follow(keys, ready)]
-            self._state.check_pool(nodes, self._transfers.settings.pool_of(group))
+            self._state.check_size_class(nodes, self._transfers.settings.size_class_of(group))
         check_distinct([key for search, _ in both for key in search.keys])
         check_distinct([key for each in both for key in _leased(*each)[0]])
 
@@ -536,8 +536,8 @@ class Lookups:
             raise CacheError(f"expected {len(at)} distinct chunks, got {len(np.unique(at))}")
         if self._transfers.settings.stands_alone(group):
             self._state.index.check_alone(at)
-        self._state.check_pool(
-            at.tolist() if self._state.several_sizes else (), self._transfers.settings.pool_of(group)
+        self._state.check_size_class(
+            at.tolist() if self._state.several_sizes else (), self._transfers.settings.size_class_of(group)
         )
 
 

@@ -88,9 +88,9 @@ class TieredCache:
         self.counters = Counters.zero(names, tuple(str(Route(*route)) for route in (*down, *up, *to_and_fro)), theirs)
         levels = [Level(tier.name, tier.make_pool(), tier.policy) for tier in tiers]
         sizes = {len(level.pool.slabs.image_bytes) for level in levels}
-        if len(sizes) > 1 or any(not 0 <= pool < min(sizes) for pool in self.settings.pools):
+        if len(sizes) > 1 or any(not 0 <= each < min(sizes) for each in self.settings.size_classes):
             counts = f"tiers with {sorted(sizes)} image sizes"
-            raise CacheError(f"expected image sizes for the pools {self.settings.pools} of the groups, got {counts}")
+            raise CacheError(f"expected image sizes for the size classes {self.settings.size_classes}, got {counts}")
         thresholds = [rule.threshold if rule.selective else 0 for rule in rules[1 : len(names)]]
         self._state = CacheState(levels, self.counters, self.settings, thresholds)
         self._transfers = Transfers(self._state, self.settings, generation)
@@ -299,7 +299,7 @@ class TieredCache:
         if not 0 <= skip < size or not into or chunks > leased:
             raise CacheError(f"expected blocks of {leased} chunks of {size} blocks, got {len(into)} with skip={skip}")
         self._device.check(into)
-        self._state.check_pool([part.refs[0].node], self.settings.pool_of(group))
+        self._state.check_size_class([part.refs[0].node], self.settings.size_class_of(group))
         self.settings.check_tokens(tokens, group)
         self._state.set_request(record.request_number)
         record.load = self._loader.load(part, into, skip, timeout=longest, by_layer=by_layer, tokens=tokens)
@@ -413,8 +413,8 @@ class TieredCache:
     def evict(self, tier: str, most: int) -> int:
         """Evict at most `most` copies from `tier` that nothing leases, reads or descends from; returns how many."""
         at, evictor, left = self._tier(tier), self._transfers.evictor, max(0, most)
-        for pool in range(len(self._state.pools[at].slabs.image_bytes)):
-            left -= evictor.evict(at, left, pool, spare_dirty=False)
+        for size_class in range(len(self._state.pools[at].slabs.image_bytes)):
+            left -= evictor.evict(at, left, size_class, spare_dirty=False)
         return max(0, most) - left
 
     def back_up_all(self) -> bool:
@@ -460,7 +460,7 @@ class TieredCache:
     # ------------------------------------------------------------------ start, sleep, resize, reset
 
     def adopt(self, tier: str, found: Iterable[Chunk], others: Sequence[int] = ()) -> int:
-        """Recover the chunks of a persistent tier: (slot, key, parent, pool), oldest first; returns how many.
+        """Recover the chunks of a persistent tier: (slot, key, parent, size class), oldest first; returns how many.
 
         The slots `others` have records that this cache cannot use, least useful first: they are allocated after all
         empty slots. Chunks whose parents were not found are orphans. Raises `CacheError`, with nothing recovered, for

@@ -294,27 +294,27 @@ class Nodes:
             ready |= self.are_ready(at, tier)
         return ready
 
-    def pool_of(self, node: int) -> int:
-        """The pool of the slots of `node`, the same in all tiers."""
+    def size_class_of(self, node: int) -> int:
+        """The size class of the slots of `node`, the same in all tiers."""
         for tier in self.tiers:
             slot = self.slot[tier][node]
             if slot >= 0:
-                return self.pools[tier].pool_of(slot)
+                return self.pools[tier].size_class_of(slot)
         raise IntegrityError(f"node {node} has no slot")
 
-    def pools_of(self, nodes: Sequence[int]) -> list[int]:
-        """`pool_of` for many."""
+    def size_classes_of(self, nodes: Sequence[int]) -> list[int]:
+        """`size_class_of` for many."""
         if len(nodes) < FEW:
-            return list(map(self.pool_of, nodes))
+            return list(map(self.size_class_of, nodes))
         at = np.array(nodes, np.int32)
-        pools = np.full(len(at), NONE)
+        size_classes = np.full(len(at), NONE)
         for tier in self.tiers:
             slots = i32_view(self.slot[tier])[at]
-            here = np.flatnonzero((slots >= 0) & (pools == NONE))
-            pools[here] = self.pools[tier].pools_of(slots[here])
-        if (pools == NONE).any():
-            raise IntegrityError(f"node {nodes[int((pools == NONE).argmax())]} has no slot")
-        found: list[int] = pools.tolist()
+            here = np.flatnonzero((slots >= 0) & (size_classes == NONE))
+            size_classes[here] = self.pools[tier].size_classes_of(slots[here])
+        if (size_classes == NONE).any():
+            raise IntegrityError(f"node {nodes[int((size_classes == NONE).argmax())]} has no slot")
+        found: list[int] = size_classes.tolist()
         return found
 
     def warmest_ready(self, node: int) -> int:

@@ -296,8 +296,10 @@ class RemoteTiers:
 
     # ------------------------------------------------------------------ fetching
 
-    def fetch(self, keys: Sequence[Key], end: int, path: Sequence[int], pool: int, deadline: float) -> tuple[int, ...]:
-        """Read chunks after `keys[:end]` that remote tiers are known to have into `pool` of the warmest tier.
+    def fetch(
+        self, keys: Sequence[Key], end: int, path: Sequence[int], size_class: int, deadline: float
+    ) -> tuple[int, ...]:
+        """Read chunks of `size_class` after `keys[:end]`, which remote tiers are known to have, into the host tier.
 
         `path` are the nodes of chunks after these that are in flight already. Returns all jobs, also of these. No
         dirty chunk is evicted for it.
@@ -306,20 +308,22 @@ class RemoteTiers:
         known, _ = self.look(keys, begin)
         before, index = keys[begin - 1] if begin else None, self._state.index
         kept = () if before is None else (index.get(before),)
-        return self._fetch(keys[begin : begin + known], path, kept, pool, deadline, before=before)
+        return self._fetch(keys[begin : begin + known], path, kept, size_class, deadline, before=before)
 
-    def fetch_alone(self, keys: Sequence[Key], nodes: Sequence[int], pool: int, deadline: float) -> tuple[int, ...]:
+    def fetch_alone(
+        self, keys: Sequence[Key], nodes: Sequence[int], size_class: int, deadline: float
+    ) -> tuple[int, ...]:
         """`fetch` for `keys` that stand alone, with these `nodes`. The last ones get room first."""
         absent = [key for key, node in zip(keys, nodes, strict=True) if not node]
         self.ask([key for key in absent if not self.has(key)])
-        return self._fetch([key for key in absent if self.has(key)], nodes, nodes, pool, deadline, alone=True)
+        return self._fetch([key for key in absent if self.has(key)], nodes, nodes, size_class, deadline, alone=True)
 
     def _fetch(
         self,
         wanted: Sequence[Key],
         path: Sequence[int],
         kept: Sequence[int],
-        pool: int,
+        size_class: int,
         deadline: float,
         *,
         before: Key | None = None,
@@ -330,16 +334,16 @@ class RemoteTiers:
         jobs = dict.fromkeys(writer[slot] for node in path if node and (slot := state.index.slot[0][node]) in writer)
         state.log.by = wanted[-1 if alone else 0] if wanted else None
         refs = [state.add_ref(node) for node in kept if node and wanted]
-        room = transfers.evictor.make_room(0, len(wanted), pool, spare_dirty=True)
+        room = transfers.evictor.make_room(0, len(wanted), size_class, spare_dirty=True)
         for ref in refs:
             state.remove_ref(ref)
         for tier, batch in self._batches(wanted[len(wanted) - room :] if alone else wanted[:room]):
             job = transfers.new_id()
             above: list[Key | None] = [None] * len(batch)
             if alone:
-                slots = state.allocate_alone(batch, job, pool)
+                slots = state.allocate_alone(batch, job, size_class)
             else:
-                above, slots = [before, *batch[:-1]], state.allocate(batch, before, job, pool)
+                above, slots = [before, *batch[:-1]], state.allocate(batch, before, job, size_class)
                 before = batch[-1]
             record = transfers.schedule(
                 job, batch, above, None, TierSlots(0, slots), remote=tier.name, deadline=deadline, prefetch=True

@@ -256,7 +256,7 @@ class CacheSettings:
         remote_events: Whether events tell of copies in remote tiers, too.
         device_blocks: Blocks of the device pool, to check block numbers; `None` leaves that to the data plane.
         self_test_key: The chunk of the self-test, which no hit, route or event counts.
-        pools: The pool, that is the image size, of the chunks of each KV cache group; if empty, pool 0 for all.
+        size_classes: The number of the image size of the chunks of each KV cache group; if empty, 0 for all.
     """
 
     blocks_per_chunk: int = 1
@@ -285,7 +285,7 @@ class CacheSettings:
     remote_events: bool = False
     device_blocks: int | None = None
     self_test_key: Key | None = None
-    pools: tuple[int, ...] = ()
+    size_classes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("blocks_per_chunk", "ranks", "max_writes", "max_probes"):
@@ -344,12 +344,12 @@ class CacheSettings:
         """Whether chunks of this group stand alone; false without `groups`."""
         return bool(self.groups) and self.group(index)[0].alone
 
-    def pool_of(self, group: int) -> int:
-        """The pool of the chunks of a group. Raises `CacheError` for an unknown group."""
-        if group < 0 or (self.pools and group >= len(self.pools)):
-            most = f"in [0, {len(self.pools)})" if self.pools else "of 0 or more"
+    def size_class_of(self, group: int) -> int:
+        """The size class of the chunks of a group. Raises `CacheError` for an unknown group."""
+        if group < 0 or (self.size_classes and group >= len(self.size_classes)):
+            most = f"in [0, {len(self.size_classes)})" if self.size_classes else "of 0 or more"
             raise CacheError(f"expected a group {most}, got {group}")
-        return self.pools[group] if self.pools else 0
+        return self.size_classes[group] if self.size_classes else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -127,12 +127,12 @@ class CacheState:
         if not self.several_sizes:
             return level.make_policy(self.ranked_slots(tier), names)
         parts = [level.make_policy(slabs.slabs * images, names) for images in slabs.images]
-        return PartitionedBySize(level.pool.capacity, names, parts, self.index.pools_of)
+        return PartitionedBySize(level.pool.capacity, names, parts, self.index.size_classes_of)
 
-    def policy_of(self, tier: int, pool: int) -> EvictionPolicy:
+    def policy_of(self, tier: int, size_class: int) -> EvictionPolicy:
         """The eviction policy of one image size of a tier."""
         policy = self.policies[tier]
-        return policy.part(pool) if isinstance(policy, PartitionedBySize) else policy
+        return policy.part(size_class) if isinstance(policy, PartitionedBySize) else policy
 
     def grow(self) -> None:
         """Grow all structures to the present size of the index."""
@@ -180,12 +180,12 @@ class CacheState:
 
     # ------------------------------------------------------------------ arrivals
 
-    def allocate(self, keys: Sequence[Key], before: Key | None, job: int, pool: int) -> list[int]:
+    def allocate(self, keys: Sequence[Key], before: Key | None, job: int, size_class: int) -> list[int]:
         """Slots of the warmest tier for `keys`, which follow the key `before` and are in no tier, for `job` to fill.
 
-        The caller has made room in `pool`, and asked `Index.follow` about the keys.
+        The caller has made room for `size_class`, and asked `Index.follow` about the keys.
         """
-        slots, index = self.pools[0].allocate(len(keys), pool), self.index
+        slots, index = self.pools[0].allocate(len(keys), size_class), self.index
         parent = ROOT if before is None else index.get(before) or ORPHANS
         nodes = index.link(parent, keys, 0, slots)
         if before is not None and parent == ORPHANS:
@@ -197,9 +197,9 @@ class CacheState:
         self.pools[0].writer.update(zip(slots, repeat(job), strict=False))
         return slots
 
-    def allocate_alone(self, keys: Sequence[Key], job: int, pool: int) -> list[int]:
+    def allocate_alone(self, keys: Sequence[Key], job: int, size_class: int) -> list[int]:
         """The same for `keys` that stand alone, of which the caller has asked `Index.find_alone`."""
-        slots = self.pools[0].allocate(len(keys), pool)
+        slots = self.pools[0].allocate(len(keys), size_class)
         self.windows.enter(self.index.link_alone(keys, 0, slots))
         self.pools[0].writer.update(zip(slots, repeat(job), strict=False))
         return slots
@@ -208,7 +208,7 @@ class CacheState:
         """Slots in `tier` for other copies of `nodes`, parents first, for `job` to fill. The caller has made room."""
         pool = self.pools[tier]
         if self.several_sizes:
-            slots = [slot for node in nodes for slot in pool.allocate(1, self.index.pool_of(node))]
+            slots = [slot for node in nodes for slot in pool.allocate(1, self.index.size_class_of(node))]
         else:
             slots = pool.allocate(len(nodes))
         try:
@@ -419,13 +419,13 @@ class CacheState:
         before, self.retained_in_host = self.retained_in_host, set(nodes)
         self.recheck_evictable(np.array(sorted(before - self.retained_in_host), np.int32))
 
-    def check_pool(self, nodes: Sequence[int], pool: int) -> None:
-        """Raise `CacheError` if one of `nodes` (0 is no node) is of another pool."""
+    def check_size_class(self, nodes: Sequence[int], size_class: int) -> None:
+        """Raise `CacheError` if one of `nodes` (0 is no node) is of another size class."""
         if self.several_sizes:
             for node in nodes:
-                if node and self.index.pool_of(node) != pool:
-                    key = self.index.key[node].hex()[:12]
-                    raise CacheError(f"chunk {key} has images of pool {self.index.pool_of(node)}, not {pool}")
+                if node and self.index.size_class_of(node) != size_class:
+                    key, got = self.index.key[node].hex()[:12], self.index.size_class_of(node)
+                    raise CacheError(f"chunk {key} has images of size class {got}, not {size_class}")
 
     def total_room(self, tier: int) -> int:
         """How many chunks fit in `tier`, those that it has or is being filled with included.

@@ -460,19 +460,19 @@ class Transfers:
         source: TierSlots | None,
         destination: TierSlots | None,
     ) -> Sequence[Item]:
-        """The items, in columns if all slots of a side are in one pool."""
-        if all(side is None or len(self._pools(side)) < 2 for side in (source, destination)):
+        """The items, in columns if all slots of a side are of one size class."""
+        if all(side is None or len(self._size_classes(side)) < 2 for side in (source, destination)):
             return Items(tuple(keys), tuple(parents), self._slots(source), self._slots(destination))
         begins, ends = (repeat(None) if side is None else self._addresses(*side) for side in (source, destination))
         rows = zip(keys, parents, begins, ends, strict=False)
         return tuple(map(Item._make, rows))
 
-    def _pools(self, side: TierSlots) -> set[int]:
-        return set(map(self.state.pools[side.tier].pool_of, side.slots)) if self.state.several_sizes else {0}
+    def _size_classes(self, side: TierSlots) -> set[int]:
+        return set(map(self.state.pools[side.tier].size_class_of, side.slots)) if self.state.several_sizes else {0}
 
     def _addresses(self, tier: int, slots: Sequence[int]) -> Iterator[Slot]:
-        name, pool_of = self._name(tier), self.state.pools[tier].pool_of
-        return (Slot(name, pool_of(slot), slot) for slot in slots)
+        name, size_class_of = self._name(tier), self.state.pools[tier].size_class_of
+        return (Slot(name, size_class_of(slot), slot) for slot in slots)
 
     def _name(self, tier: int | None, elsewhere: str = "") -> str:
         return elsewhere or DEVICE if tier is None else self.state.levels[tier].name
@@ -481,7 +481,7 @@ class Transfers:
         if side is None:
             return None
         tier, slots = side
-        return Slots(self._name(tier), self.state.pools[tier].pool_of(slots[0]) if slots else 0, tuple(slots))
+        return Slots(self._name(tier), self.state.pools[tier].size_class_of(slots[0]) if slots else 0, tuple(slots))
 
     def _finish(self, job: Job) -> None:
         """All ranks have reported: apply failures, then sources, then arrivals, so that no arrival is unreachable."""

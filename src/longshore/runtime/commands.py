@@ -248,7 +248,7 @@ class Commands:
         """Raise `PinLimitError` if too many of the `wanted` chunks, `new` ones among them, are in this `cache`."""
         tier, mine = cache.stats()[0], [at for at, _ in wanted if self._groups[at].runtime is runtime]
         sizes = [-(-size.image_bytes // min(tier.sizes).image_bytes) for size in tier.sizes]  # in slots
-        slots = sum(sizes[cache.settings.pool_of(self._groups[at].number)] for at in mine)
+        slots = sum(sizes[cache.settings.size_class_of(self._groups[at].number)] for at in mine)
         most = int(PIN_SHARE * tier.slots)
         if slots > most:
             raise PinLimitError(

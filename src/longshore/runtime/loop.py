@@ -15,9 +15,8 @@ import math
 import os
 import threading
 import time
-import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from longshore.boundary import (
@@ -40,7 +39,7 @@ from longshore.boundary import (
 )
 from longshore.cache import Lease, Progress, RecomputeGate, TieredCache
 from longshore.cache.types import GuardCounters, LookupCounters
-from longshore.errors import LongshoreError, PlanError, TierClosedError, log_seldom
+from longshore.errors import LongshoreError, PlanError, TierClosedError, former_name, log_seldom
 from longshore.runtime.error_handler import CallLog, log_fault, refusal_status
 from longshore.tiers.base import Tier
 
@@ -164,10 +163,7 @@ class Runtime:
                         if self._is_busy:
                             self.wakeup.set()
 
-    def transaction(self) -> AbstractContextManager[TieredCache]:
-        """The former name of `batch`."""
-        warnings.warn("Runtime.transaction was renamed: use Runtime.batch", DeprecationWarning, stacklevel=2)
-        return self.batch()
+    transaction = former_name("transaction", "batch")
 
     @contextmanager
     def _typed_faults(self) -> Iterator[None]:

@@ -374,7 +374,7 @@ def open_stack(
     tokens of chunks are kept for partial matches. Without either all of a path must be there.
     `open_file` makes the file tier, with the arguments of `FileTier`, `open_gds` that of mode `gds`, with those of
     `GdsFileTier`: the place for wrappers around them. `open_remote` makes remote tiers beside the stores of `config`,
-    of which the first that has a chunk is read; each is called with `arena`, `image_bytes` (by pool), `scope` and
+    of which the first that has a chunk is read; each is called with `arena`, `image_bytes` (by size class), `scope` and
     `generation` (that of the file tier), and closed with the stack. `open_store` makes those of `config`, from a URL,
     a name, and the same. Where the device keeps no images, `gds` becomes
     `posix` with a host tier of the default size, and the log says so. Raises `ConfigError` when the machine cannot give
@@ -388,11 +388,11 @@ def open_stack(
     staging = staging or open_staging(config, layout, device)
     arena = host = file = staging_mover = None
     sizes: tuple[int, ...] = (layout.image_bytes,)
-    pools: tuple[int, ...] = ()
+    size_classes: tuple[int, ...] = ()
     with contextlib.ExitStack() as undo:
         if staging is None:
             check_size("host_size", config.host_size, layout.image_bytes)
-            sizes, pools = by_size([layout.image_bytes_of(group) for group in range(len(layout.groups))])
+            sizes, size_classes = by_size([layout.image_bytes_of(group) for group in range(len(layout.groups))])
             slabs = Slabs.within(config.host_size, sizes)
             arena = open_arena(config, slabs.slabs, slabs.slab_bytes, registrar_for(layout.device))
             undo.callback(arena.close)
@@ -425,7 +425,7 @@ def open_stack(
             tier = opener(arena=arena, image_bytes=sizes, scope=scope.digest, generation=generation)
             undo.callback(tier.close)
             probers.append(KeyedMover(tier, slots))
-        of_groups = {"groups": tuple(groups), "partial": partial, "pools": pools}
+        of_groups = {"groups": tuple(groups), "partial": partial, "size_classes": size_classes}
         runtime = _make_runtime(config, layout, scope, host, file, movers, probers, **of_groups)
         undo.callback(runtime.close, 0.0)
         loop = BackgroundLoop(runtime) if config.background else None

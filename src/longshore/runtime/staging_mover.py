@@ -356,8 +356,9 @@ class StagingMover:
             if ours is None or other is not None:
                 raise PlanError(f"item {position}: expected the device and a slot of the file tier, got {item}")
             offset = self._staging.slabs.offset(0, slot)
-            length = self._tier.image_bytes[ours.pool]
-            batch.append(TierOp(op, ours.index, item.key, item.parent, offset, length, transfer.generation, ours.pool))
+            length = self._tier.image_bytes[ours.size_class]
+            identity = ours.index, item.key, item.parent
+            batch.append(TierOp(op, *identity, offset, length, transfer.generation, ours.size_class))
         return batch
 
     def _inner(self, piece: _StagedPiece, count: int, route: Route) -> Transfer:

@@ -30,7 +30,7 @@ class StoreFault(enum.Enum):
 
 
 class KeyStore(KeyedTier):
-    """Copies the bytes of images of `image_bytes` (by pool) between `arena` and a dictionary, inside `poll`.
+    """Copies the bytes of images of `image_bytes` (by size class) between `arena` and a dictionary, inside `poll`.
 
     Attributes:
         images: What it has.

@@ -35,7 +35,7 @@ from typing import NamedTuple
 import numpy as np
 
 from longshore.boundary import Key, Slabs, Status, StoredChunk
-from longshore.errors import PlanError, TierError
+from longshore.errors import PlanError, TierError, former_name
 
 
 class Op(enum.Enum):
@@ -52,11 +52,11 @@ BY_KEY = -1
 class TierOp(NamedTuple):
     """One image to move.
 
-    `slot` is the index in an owned tier, or `BY_KEY`, and `pool` its image size (`longshore.boundary`). `offset` and
-    `length` are bytes in the arena, and must lie within it; `length` must not exceed the pool's `image_bytes`. A `READ`
-    serves only bytes that were written under the same `key` and `generation`. Anything else ends with another status,
-    and the destination's bytes are undefined. A `WRITE` assigns the slab of its slot to its pool: images of other
-    pools in the slab are lost.
+    `slot` is the index in an owned tier, or `BY_KEY`, and `size_class` its image size (`longshore.boundary`). `offset`
+    and `length` are bytes in the arena, and must lie within it; `length` must not exceed the `image_bytes` of the size
+    class. A `READ` serves only bytes that were written under the same `key` and `generation`. Anything else ends with
+    another status, and the destination's bytes are undefined. A `WRITE` assigns the slab of its slot to its size class:
+    images of other size classes in the slab are lost.
     """
 
     op: Op
@@ -66,7 +66,8 @@ class TierOp(NamedTuple):
     offset: int
     length: int
     generation: int
-    pool: int = 0
+    size_class: int = 0
+    pool = former_name("pool", "size_class")
 
 
 class TierResult(NamedTuple):
@@ -88,7 +89,7 @@ class Tier(ABC):
     Attributes:
         name: Of the tier, in routes and tables.
         slabs: Numbering and sizes of its slots.
-        image_bytes: Bytes of the longest image in a slot, by pool.
+        image_bytes: Bytes of the longest image in a slot, by size class.
     """
 
     name: str
@@ -257,16 +258,17 @@ def check_digest(what: str, digest: bytes) -> None:
 def _check_op(op: TierOp, slabs: Slabs | None, image_bytes: Sequence[int], arena_bytes: int) -> None:
     if not isinstance(op.op, Op):
         raise TierError(f"expected Op.READ or Op.WRITE, got {op.op!r}")
-    numbers = op.slot, op.offset, op.length, op.generation, op.pool
+    numbers = op.slot, op.offset, op.length, op.generation, op.size_class
     if set(map(type, numbers)) != {int}:
-        for what, number in zip(("a slot", "an offset", "a length", "a generation", "a pool"), numbers, strict=True):
+        names = "a slot", "an offset", "a length", "a generation", "a size class"
+        for what, number in zip(names, numbers, strict=True):
             _check_whole(what, number)
     if slabs is not None:
-        slabs.check(op.pool, op.slot)
-    elif op.slot != BY_KEY or not 0 <= op.pool < len(image_bytes):
-        raise TierError(f"a remote tier is addressed by key, got slot {op.slot} of pool {op.pool}")
-    if not 0 < op.length <= image_bytes[op.pool]:
-        raise TierError(f"expected a length in [1, {image_bytes[op.pool]}], got {op.length}")
+        slabs.check(op.size_class, op.slot)
+    elif op.slot != BY_KEY or not 0 <= op.size_class < len(image_bytes):
+        raise TierError(f"a remote tier is addressed by key, got slot {op.slot} of size class {op.size_class}")
+    if not 0 < op.length <= image_bytes[op.size_class]:
+        raise TierError(f"expected a length in [1, {image_bytes[op.size_class]}], got {op.length}")
     if op.offset < 0 or op.offset + op.length > arena_bytes:
         raise TierError(f"bytes [{op.offset}, {op.offset + op.length}) are outside an arena of {arena_bytes} bytes")
     check_digest("a key", op.key)

@@ -399,7 +399,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
                     seen = request.looked_up(mine)
                     if not isinstance(seen, Residency) or (slots := seen.slots()) is None:
                         return self._no_slots()
-                    group_slots[group] = Slots(HOST, cache.settings.pool_of(group), tuple(slots))
+                    group_slots[group] = Slots(HOST, cache.settings.size_class_of(group), tuple(slots))
                 return self._slots_spec(group_slots)
         except Exception:  # noqa: BLE001 - of state that failed an integrity check
             log_seldom(_log, "chunks found before all tiers were disabled cannot be read; they are recomputed")

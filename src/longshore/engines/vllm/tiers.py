@@ -269,7 +269,7 @@ def open_tiers(
         movers = [] if file is None else [TierMover(file, host)]
         probers = [KeyedMover(store, host) for store in stores]
         sizes = [group.tokens_per_block * config.blocks_per_chunk for group in groups]
-        chunk = sizes[0], sum(memory.image_bytes[pool] for pool in memory.pools)  # of all groups
+        chunk = sizes[0], sum(memory.image_bytes[size_class] for size_class in memory.size_classes)  # of all groups
         runtime = make_runtime(config, cache, file, movers, probers, chunk)
         loop = BackgroundLoop(runtime)
         undo.pop_all()
@@ -308,7 +308,7 @@ def _open_stores(
     if config.serve or config.peer_networks:
         from longshore.tiers.remote.peers import PeerTier  # noqa: PLC0415 - only an engine with peers has it
 
-        if len(memory.pools) > 1:
+        if len(memory.size_classes) > 1:
             raise ConfigError("serve and peer_networks are for models with one KV cache group: remove them")
         peers = PeerTier(
             parse_url(config.peer_url),
@@ -371,6 +371,6 @@ def make_cache(
         events=events,
         max_writes=config.max_writes if "max_writes" in config.model_fields_set else _MAX_WRITES,
         groups=tuple(CacheGroup(block_size=group.tokens_per_block, window=window) for group, window in windows),
-        pools=memory.pools,
+        size_classes=memory.size_classes,
         stores_wait=True,
     )

@@ -7,7 +7,7 @@
     cancel(ticket)    forget(generation, namespace)    call_at_end(callback)    close()
 
 `open_store` opens a `RemoteTier`, or a `ClusterTier`, which has one for each node of a cluster.
-It is a `KeyedTier` (`longshore.tiers.base`): the slot of each operation is `BY_KEY`, its pool the image's size. One
+It is a `KeyedTier` (`longshore.tiers.base`): the slot of each operation is `BY_KEY`, its size class the image size. One
 thread submits and polls; nothing but `close` waits. Who drives it polls at least every 20 ms while anything is under
 way: `poll` and `answers` end what is late. `call_at_end` tells earlier when there is something to collect.
 

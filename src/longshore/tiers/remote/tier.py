@@ -114,10 +114,10 @@ class RemoteTier(KeyedTier):
     ) -> None:
         """Raises `ConfigError` for an invalid URL, `TierError` for invalid sizes, digests or certificates.
 
-        `image_bytes` are the sizes of images, by pool. `namespace` is a digest of 32 bytes: of everything that must be
-        equal for bytes to be shared. `generation` is that of the first operations. `rank` is set where each rank stores
-        its own part of an image. With `fixed_weights`, resets keep the namespace, unless `weights_changed` was called.
-        `failures` in a row open the breaker. `store` replaces the client, `budget` that of `daily_writes`.
+        `image_bytes` are the sizes of images, by size class. `namespace` is a digest of 32 bytes: of everything that
+        must be equal for bytes to be shared. `generation` is that of the first operations. `rank` is set where each
+        rank stores its own part of an image. With `fixed_weights`, resets keep the namespace, unless `weights_changed`
+        was called. `failures` in a row open the breaker. `store` replaces the client, `budget` that of `daily_writes`.
         """
         self.settings = parse_url(url) if isinstance(url, str) else url
         self.image_bytes = (image_bytes,) if isinstance(image_bytes, int) else tuple(image_bytes)
