@@ -45,7 +45,9 @@ class Slot(NamedTuple):
     tier: str
     size_class: int
     index: int  # type: ignore[assignment]  # hides `tuple.index`, which nobody needs here
-    pool = former_name("pool", "size_class")
+
+
+Slot.pool = former_name("pool", "size_class")  # type: ignore[attr-defined]
 
 
 class Route(NamedTuple):

@@ -67,7 +67,9 @@ class TierOp(NamedTuple):
     length: int
     generation: int
     size_class: int = 0
-    pool = former_name("pool", "size_class")
+
+
+TierOp.pool = former_name("pool", "size_class")  # type: ignore[attr-defined]
 
 
 class TierResult(NamedTuple):
