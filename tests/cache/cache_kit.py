@@ -4,8 +4,8 @@ A key is the path of branches from the root, padded to 32 bytes: `chunks("aba")`
 padded with says which KV cache group it is of:
 
     .   group 0   full attention     a chunk for each letter, which needs those before it
-    ~   group 1   sliding window     a chunk for each letter, which stands alone
-    =   group 2   recurrent          a chunk for every two letters, which stands alone
+    ~   group 1   sliding window     a chunk for each letter, which is independent
+    =   group 2   recurrent          a chunk for every two letters, which is independent
 """
 
 from __future__ import annotations

@@ -253,7 +253,7 @@ class Storm:
 
     def slide(self) -> None:
         group = 0 if self.alone else self.groups - 1
-        if self.cache.settings.stands_alone(group):
+        if self.cache.settings.is_independent(group):
             self.cache.store({group: GroupKeys((), past_window=self.keys(self.path(), group))})
 
     def release(self) -> None:

@@ -338,7 +338,7 @@ def test_impossible_text_is_refused_before_a_miss_is_counted() -> None:
 
 def test_chunks_that_stand_alone_have_no_partial_match_by_path() -> None:
     cache = stored(ABC, group=WINDOW)
-    with pytest.raises(CacheError, match="stand alone"):
+    with pytest.raises(CacheError, match="are independent"):
         lookup(cache, path(ABC, 2)[:1], 0.0, prompt_tokens=PromptTokens(ABC, ROOT), group=0)
     assert (cache.leases, cache.protected) == (0, 0)
 

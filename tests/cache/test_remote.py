@@ -552,7 +552,7 @@ def test_chunks_that_stand_alone_are_fetched_each_for_itself() -> None:
     assert desk.cache.prefetch({0: GroupKeys(keys)}, 0.0) == (job,)  # it is joined
     desk.end(Status.NOT_FOUND, Status.OK)
     assert desk.resident() == {"c"}
-    assert desk.misses() == {MissReason.NOT_FOUND: 1}, "what came stands alone: it is not behind what lapsed"
+    assert desk.misses() == {MissReason.NOT_FOUND: 1}, "what came is independent: it is not behind what lapsed"
 
 
 def test_a_chunk_that_is_named_twice_is_asked_for_once() -> None:

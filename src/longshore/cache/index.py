@@ -10,8 +10,8 @@ the set of chunks with a copy in tier `t` or colder contains the parent of each 
 copy is needed by a descendant. The parent of a reachable node is reachable, so bisection finds the longest ready prefix
 of a path.
 
-Chunks that can be used without those before them, as in sliding-window groups, stand *alone*: each is a child of the
-root, no other chunk needs it, and it may outlive the chunks before it.
+Chunks that can be used without those before them, as in sliding-window groups, are *independent*: each is a child of
+the root, no other chunk needs it, and it may outlive the chunks before it.
 
 An *orphan* is a child of `ORPHANS` and has the key of its missing parent. It is attached to that chunk when the chunk
 is reachable, and in a tier that is as cold. Descendants of `ORPHANS` are closed under "parent of", too; no lookup from
@@ -142,23 +142,23 @@ class Index(Nodes):
         """Whether `key` is reachable from the first chunk."""
         return self.reachable[node] == ROOTED if (node := self.get(key)) else False
 
-    def find_alone(self, keys: Sequence[Key]) -> list[int]:
-        """The node of each of `keys`, which stand alone; `ROOT` for those in no tier and not on their way into one.
+    def find_independent(self, keys: Sequence[Key]) -> list[int]:
+        """The node of each of `keys`, which are independent; `ROOT` for those in no tier and not on their way into one.
 
         Raises `CacheError` if they are not distinct, or one is the child of another chunk.
         """
         nodes = self.find(keys)
         if len(set(keys)) != len(keys):
             raise CacheError(f"expected {len(keys)} distinct keys of a path, got {len(set(keys))}")
-        self.check_alone(as_i32(nodes))
+        self.check_independent(as_i32(nodes))
         return nodes
 
-    def check_alone(self, at: npt.NDArray[np.int32]) -> None:
+    def check_independent(self, at: npt.NDArray[np.int32]) -> None:
         """Raise `CacheError` if one of the nodes `at` is the child of another."""
         behind = at[i32_view(self.parent)[at] != ROOT].tolist()
         if behind:
             name = self.key[behind[0]].hex()[:12]
-            raise CacheError(f"expected chunks that stand alone, got {name}, which is the child of another chunk")
+            raise CacheError(f"expected independent chunks, got {name}, which is the child of another chunk")
 
     def check_link(self, keys: Sequence[Key], position: int) -> int:
         """The node of `keys[position]`; raises `CacheError` if it does not follow the key before it."""
@@ -204,8 +204,8 @@ class Index(Nodes):
             i32_view(self.num_children[each])[at[:-1]] = 1
         return self._enter(keys, at, tier, slots)
 
-    def link_alone(self, keys: Sequence[Key], tier: int, slots: Sequence[int]) -> list[int]:
-        """New nodes that stand alone, for `keys` that `find_alone` did not find."""
+    def link_independent(self, keys: Sequence[Key], tier: int, slots: Sequence[int]) -> list[int]:
+        """New independent nodes, for `keys` that `find_independent` did not find."""
         if not keys:
             return []
         at = self._numbers(len(keys))

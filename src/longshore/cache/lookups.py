@@ -54,20 +54,20 @@ from longshore.errors import CacheError, LeaseError
 class LeasedChunks:
     """Leased chunks of one KV cache group: `keys`, at `positions` of their path, kept by references to nodes.
 
-    A reference to the last chunk keeps a path. Chunks that stand `alone` have one each; `blocks`: the number of device
-    blocks of a load, where the lookup has determined it.
+    A reference to the last chunk keeps a path. Chunks that are `independent` have one each. `blocks` is the number of
+    device blocks of a load, where the lookup has determined it.
     """
 
     keys: Sequence[Key]
     positions: Sequence[int]
     refs: Sequence[NodeRef]
     group: int = 0
-    alone: bool = field(default=False, kw_only=True)
+    independent: bool = field(default=False, kw_only=True)
     blocks: int = field(default=0, kw_only=True)
 
     def nodes(self, index: Index) -> list[int]:
         """The nodes of the chunks, head first, up to the first one that was removed."""
-        if self.alone:
+        if self.independent:
             return list(takewhile(bool, (ref.node for ref in self.refs)))
         tail = self.refs[0].node
         if not tail:
@@ -138,7 +138,7 @@ class Leases:
     def to_load(self, lease: Lease) -> LeaseRecord:
         """The record of `lease`, to load it. Raises `LeaseError` if it was loaded, or is of single chunks."""
         record = self.get(lease)
-        if not record.is_multi_group and record.parts[0].alone:
+        if not record.is_multi_group and record.parts[0].independent:
             raise LeaseError(f"lease {lease.id} is of single chunks, not of a path: load these by their keys")
         if record.load is not None:
             raise LeaseError(f"lease {lease.id} was loaded before; a lease serves one load")
@@ -150,11 +150,11 @@ class Leases:
         self._state.set_request(record.request_number)
         for part in record.parts:
             nodes = [node for ref in part.refs if (node := ref.node)]
-            if part.alone:
+            if part.independent:
                 self._state.windows.serve(nodes)
             elif nodes:
                 nodes = self._state.index.path(nodes[0], part.positions[-1] - part.positions[0] + 1)
-            self._state.touch(nodes if not part.alone else nodes[::-1])
+            self._state.touch(nodes if not part.independent else nodes[::-1])
             for ref in part.refs:
                 self._state.remove_ref(ref)
 
@@ -251,7 +251,7 @@ class GroupSearch:
 
     def _missing(self, first: int, end: int) -> int | None:
         """The last chunk of `[first, end)` that is not served, of those examined; `None` if all are served."""
-        if not self.group.alone:
+        if not self.group.is_independent:
             ready = self._index.reachable_prefix(self.keys[:end], 0)
             ready += count_leading(self._device[ready:end])
             if self._index.orphans and 0 < ready < end and self._device[:ready].all():
@@ -321,8 +321,8 @@ class Lookups:
         if settings.groups:
             settings.group(group)
         size = 0 if prompt_tokens is None else settings.group(group)[1]
-        if prompt_tokens is not None and settings.stands_alone(group):
-            raise CacheError(f"expected no `prompt_tokens` with group {group}, whose chunks stand alone")
+        if prompt_tokens is not None and settings.is_independent(group):
+            raise CacheError(f"expected no `prompt_tokens` with group {group}, whose chunks are independent")
         prompt_tokens = prompt_tokens and prompt_tokens.checked()
         end = index.reachable_prefix(keys, start)
         index.find(keys[start - 1 : start] if start else ())
@@ -394,7 +394,7 @@ class Lookups:
                 there,
                 [self._state.add_ref(node) for node in here.at[there].tolist()],
                 group,
-                alone=True,
+                independent=True,
             )
             for group, here, there in parts
             if there
@@ -409,11 +409,11 @@ class Lookups:
         keys, start = path.keys, path.start
         check_start(keys, start)
         size_class, index = self._transfers.settings.size_class_of(group), self._state.index
-        if self._transfers.settings.stands_alone(group):
-            nodes = index.find_alone(keys[start:])
+        if self._transfers.settings.is_independent(group):
+            nodes = index.find_independent(keys[start:])
             self._state.check_size_class(nodes, size_class)
             self._advance(now)
-            return self._remote.fetch_alone(keys[start:], nodes, size_class, self._transfers.now + longest)
+            return self._remote.fetch_independent(keys[start:], nodes, size_class, self._transfers.now + longest)
         end = index.reachable_prefix(keys, start)
         nodes = index.follow(keys, end)
         self._state.check_size_class([*nodes[:1], index.get(keys[end - 1]) if end else 0], size_class)
@@ -485,8 +485,8 @@ class Lookups:
         index = self._state.index
         for group, (search, need) in enumerate(both):
             keys = search.keys
-            if search.group.alone:
-                nodes = index.find_alone(keys)
+            if search.group.is_independent:
+                nodes = index.find_independent(keys)
             else:
                 for at in {*need.load[:1], *need.load[-1:]}:
                     index.check_link(keys, at)
@@ -499,7 +499,7 @@ class Lookups:
 
     def _count(self, request: str | None, search: GroupSearch, need: Need) -> None:
         state, keys = self._state, search.keys
-        if search.group.alone:
+        if search.group.is_independent:
             state.counters.misses.update(map(state.miss_reason, keys[max(need.end, search.last_window) :]))
         else:
             state.count_misses(keys, need.end, state.index.known_prefix(keys, need.end))
@@ -514,8 +514,8 @@ class Lookups:
         blocks = len(need.load) * self._transfers.settings.blocks_per_chunk
         if need.partial and not need.partial.device:
             blocks += -(-need.partial.tokens // kind.block_size)
-        refs = [state.add_ref(state.index.get(key)) for key in (keys if kind.alone else keys[-1:])]
-        return LeasedChunks(keys, positions, refs, group, alone=kind.alone, blocks=blocks)
+        refs = [state.add_ref(state.index.get(key)) for key in (keys if kind.is_independent else keys[-1:])]
+        return LeasedChunks(keys, positions, refs, group, independent=kind.is_independent, blocks=blocks)
 
     # ------------------------------------------------------------------ inside
 
@@ -534,8 +534,8 @@ class Lookups:
         """Raise `CacheError` unless the nodes `at` are distinct, and of `group`."""
         if has_duplicates(at):
             raise CacheError(f"expected {len(at)} distinct chunks, got {len(np.unique(at))}")
-        if self._transfers.settings.stands_alone(group):
-            self._state.index.check_alone(at)
+        if self._transfers.settings.is_independent(group):
+            self._state.index.check_independent(at)
         self._state.check_size_class(
             at.tolist() if self._state.several_sizes else (), self._transfers.settings.size_class_of(group)
         )

@@ -375,9 +375,9 @@ class TieredCache:
         for group, path in paths.items():
             check_retention(path.retention)
             check_start(path.keys, path.start)
-            if path.past_window and not self.settings.stands_alone(group):
+            if path.past_window and not self.settings.is_independent(group):
                 raise CacheError(f"expected `past_window` only for groups with a window, got it for group {group}")
-            self._state.index.find_alone(path.past_window)
+            self._state.index.find_independent(path.past_window)
             mine = () if blocks is None else blocks.get(group, ())
             chunks = len(path.keys) - path.start
             expected = 0 if blocks is None else chunks * self.settings.blocks_per_chunk
@@ -403,7 +403,7 @@ class TieredCache:
                 request_number=request_number,
             )
             if path.past_window and not scheduled[group].retry:
-                self._state.windows.slide([node for node in self._state.index.find_alone(path.past_window) if node])
+                self._state.windows.slide(list(filter(None, self._state.index.find_independent(path.past_window))))
         return scheduled
 
     def discard(self, keys: Iterable[Key], tier: str) -> int:

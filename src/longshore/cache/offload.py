@@ -46,8 +46,8 @@ class Offloader:
         self._transfers = transfers
         self._state = transfers.state
         self._rules = rules
-        is_alone = not (is_shared or transfers.state.coldest or transfers.state.several_sizes)
-        self._uses_admission = transfers.settings.admission and is_alone
+        is_only_tier = not (is_shared or transfers.state.coldest or transfers.state.several_sizes)
+        self._uses_admission = transfers.settings.admission and is_only_tier
         self._asks_all = transfers.state.coldest_ranks_all and not is_shared
         self._reserves = [0.0] * transfers.state.coldest
         """Number of slots of each tier to keep free or backed up, where bursts need more than the write rule says."""
@@ -87,11 +87,11 @@ class Offloader:
         if prompt_tokens is not None:
             size = settings.group(group)[1]
             prompt_tokens = prompt_tokens.checked(len(keys) * size)
-        alone = settings.stands_alone(group)
+        independent = settings.is_independent(group)
         state.set_request(request_number)
         end = len(keys) if prompt is None or not settings.prompt_only else max(first, min(prompt, len(keys)))
-        if alone:
-            offload = self._offload_alone(
+        if independent:
+            offload = self._offload_independent(
                 keys, first, nodes, blocks, retention, group=group, prompt=end, wait_for_room=wait_for_room
             )
         else:
@@ -110,7 +110,7 @@ class Offloader:
         keys, first, settings = path.keys, path.start, self._transfers.settings
         if path.prompt_tokens is not None and self._state.partials.on:
             path.prompt_tokens.checked(len(keys) * settings.group(group)[1])
-        known = self._known_alone if settings.stands_alone(group) else self._follow
+        known = self._known_independent if settings.is_independent(group) else self._follow
         return known(keys, first, group)
 
     def _follow(self, keys: Sequence[Key], first: int, group: int) -> list[int]:
@@ -120,10 +120,10 @@ class Offloader:
         self._state.check_size_class([*path[:1], index.get(keys[first - 1]) if first else ROOT], size_class)
         return path
 
-    def _known_alone(self, keys: Sequence[Key], first: int, group: int) -> list[int]:
-        """The nodes of `keys`, which stand alone, from the first on that the chunk at `first` needs; `ROOT` if none."""
+    def _known_independent(self, keys: Sequence[Key], first: int, group: int) -> list[int]:
+        """The nodes of independent `keys`, from the first on that the chunk at `first` needs; `ROOT` if none."""
         kind, size = self._transfers.settings.group(group)
-        nodes = self._state.index.find_alone(keys[kind.first_needed(first * size, size) :])
+        nodes = self._state.index.find_independent(keys[kind.first_needed(first * size, size) :])
         self._state.check_size_class(nodes, self._transfers.settings.size_class_of(group))
         return nodes
 
@@ -183,7 +183,7 @@ class Offloader:
         addresses = Addresses(Slots(state.levels[0].name, size_class, tuple(slots)))
         return ScheduledStore(job, accepted, addresses, kept, there, later=later)
 
-    def _offload_alone(
+    def _offload_independent(
         self,
         keys: Sequence[Key],
         first: int,
@@ -195,7 +195,7 @@ class Offloader:
         prompt: int,
         wait_for_room: bool = False,
     ) -> ScheduledStore:
-        """`store` for chunks that stand alone. Chunks from position `prompt` on are not stored.
+        """`store` for independent chunks. Chunks from position `prompt` on are not stored.
 
         `nodes` are the nodes of the last chunks. Chunks in the last window get room first, and are evicted last.
         """
@@ -209,7 +209,7 @@ class Offloader:
         state.touch(window[::-1])
         state.windows.enter(window)
         self._retain(at, known, retention)
-        wanted = self._worth_alone(keys, fresh, prompt, retention)
+        wanted = self._worth_independent(keys, fresh, prompt, retention)
         state.log.by = keys[wanted[-1]] if wanted else None
         refs = [state.add_ref(node) for node in window]
         admitted, waiting = self._admit(len(wanted), (), size_class, wait_for_room=wait_for_room)
@@ -218,7 +218,7 @@ class Offloader:
         if waiting:
             return ScheduledStore(None, retry=True)
         wanted = wanted[len(wanted) - admitted :]
-        job, slots = self._schedule_alone(keys, wanted, first, blocks, group)
+        job, slots = self._schedule_independent(keys, wanted, first, blocks, group)
         known = [position for position in known if state.index.key[at[position]] == keys[position]]
         at[wanted] = i32_view(state.pools[0].node)[as_i32(slots)]
         self._retain(at, wanted, retention)
@@ -230,14 +230,14 @@ class Offloader:
         lead, before = first + count_leading(had[first:]), tuple(known[bisect_left(known, first) :])
         return ScheduledStore(job, tuple(wanted), addresses, lead, before)
 
-    def _schedule_alone(
+    def _schedule_independent(
         self, keys: Sequence[Key], wanted: Sequence[int], first: int, blocks: Sequence[int] | None, group: int
     ) -> tuple[int | None, list[int]]:
         """Order the offload of the chunks at `wanted`, for which there is room; returns job and slots."""
         if not wanted:
             return None, []
         job, mine = self._transfers.new_id(), list(map(keys.__getitem__, wanted))
-        slots = self._state.allocate_alone(mine, job, self._transfers.settings.size_class_of(group))
+        slots = self._state.allocate_independent(mine, job, self._transfers.settings.size_class_of(group))
         sections = () if blocks is None else self._sections(group, wanted, first, blocks)
         self._transfers.schedule(
             job, mine, [None] * len(mine), None, TierSlots(0, slots), sections=sections, command=blocks is not None
@@ -259,7 +259,7 @@ class Offloader:
             sections.append(Section(group, positions[start] * per_chunk, taken))
         return tuple(sections)
 
-    def _worth_alone(
+    def _worth_independent(
         self, keys: Sequence[Key], fresh: Sequence[int], prompt: int, retention: Sequence[Retention]
     ) -> list[int]:
         """Those of the ascending positions `fresh` that the write policy stores; the others are counted as dropped."""
@@ -362,10 +362,10 @@ class Offloader:
 
         Returns for how many there is room, and for how many it is being made.
 
-        `path` are their keys, unless they stand alone; the nodes `needed` are not evicted. The policy of the only tier,
-        or of the coldest, admits chunks. An `orphan` and its descendants take free slots only, because they are evicted
-        first. With `wait_for_room`, while room is being made for all of them, or for as many as the tier has slots,
-        nothing is counted and there is room for none. For those that a `stream` waits for, nothing is counted.
+        `path` are their keys, unless they are independent; the nodes `needed` are not evicted. The policy of the only
+        tier, or of the coldest, admits chunks. An `orphan` and its descendants take free slots only, because they are
+        evicted first. With `wait_for_room`, while room is being made for all of them, or for as many as the tier has
+        slots, nothing is counted and there is room for none. For those that a `stream` waits for, nothing is counted.
         """
         state = self._state
         if not wanted:

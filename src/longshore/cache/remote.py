@@ -310,13 +310,15 @@ class RemoteTiers:
         kept = () if before is None else (index.get(before),)
         return self._fetch(keys[begin : begin + known], path, kept, size_class, deadline, before=before)
 
-    def fetch_alone(
+    def fetch_independent(
         self, keys: Sequence[Key], nodes: Sequence[int], size_class: int, deadline: float
     ) -> tuple[int, ...]:
-        """`fetch` for `keys` that stand alone, with these `nodes`. The last ones get room first."""
+        """`fetch` for independent `keys`, with these `nodes`. The last ones get room first."""
         absent = [key for key, node in zip(keys, nodes, strict=True) if not node]
         self.ask([key for key in absent if not self.has(key)])
-        return self._fetch([key for key in absent if self.has(key)], nodes, nodes, size_class, deadline, alone=True)
+        return self._fetch(
+            [key for key in absent if self.has(key)], nodes, nodes, size_class, deadline, independent=True
+        )
 
     def _fetch(
         self,
@@ -327,21 +329,21 @@ class RemoteTiers:
         deadline: float,
         *,
         before: Key | None = None,
-        alone: bool = False,
+        independent: bool = False,
     ) -> tuple[int, ...]:
         """Read `wanted`, after the key `before`, as far as there is room while the nodes `kept` are not evicted."""
         state, writer, transfers = self._state, self._state.pools[0].writer, self._transfers
         jobs = dict.fromkeys(writer[slot] for node in path if node and (slot := state.index.slot[0][node]) in writer)
-        state.log.by = wanted[-1 if alone else 0] if wanted else None
+        state.log.by = wanted[-1 if independent else 0] if wanted else None
         refs = [state.add_ref(node) for node in kept if node and wanted]
         room = transfers.evictor.make_room(0, len(wanted), size_class, spare_dirty=True)
         for ref in refs:
             state.remove_ref(ref)
-        for tier, batch in self._batches(wanted[len(wanted) - room :] if alone else wanted[:room]):
+        for tier, batch in self._batches(wanted[len(wanted) - room :] if independent else wanted[:room]):
             job = transfers.new_id()
             above: list[Key | None] = [None] * len(batch)
-            if alone:
-                slots = state.allocate_alone(batch, job, size_class)
+            if independent:
+                slots = state.allocate_independent(batch, job, size_class)
             else:
                 above, slots = [before, *batch[:-1]], state.allocate(batch, before, job, size_class)
                 before = batch[-1]

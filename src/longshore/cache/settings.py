@@ -340,9 +340,9 @@ class CacheSettings:
         """Tokens kept of each chunk: those of the longest chunk, or none."""
         return max((self.group(index)[1] for index in range(len(self.groups))), default=0) if self.partial else 0
 
-    def stands_alone(self, index: int) -> bool:
-        """Whether chunks of this group stand alone; false without `groups`."""
-        return bool(self.groups) and self.group(index)[0].alone
+    def is_independent(self, index: int) -> bool:
+        """Whether chunks of this group are independent; false without `groups`."""
+        return bool(self.groups) and self.group(index)[0].is_independent
 
     def size_class_of(self, group: int) -> int:
         """The size class of the chunks of a group. Raises `CacheError` for an unknown group."""
@@ -371,13 +371,13 @@ class CacheGroup:
             raise CacheError(f"expected block_size of at least 1, and window or recurrent, not both; got {self}")
 
     @property
-    def alone(self) -> bool:
-        """Whether a chunk can be used without those before it, and stands alone in the tiers."""
+    def is_independent(self) -> bool:
+        """Whether a chunk can be used without those before it: each is evicted by itself."""
         return self.recurrent or self.window is not None
 
     def first_needed(self, tokens: int, chunk_tokens: int) -> int:
         """The first chunk that is needed after `tokens` tokens, of `chunk_tokens` each."""
-        if not self.alone:
+        if not self.is_independent:
             return 0
         return max(0, tokens - (self.window or 1)) // chunk_tokens
 

@@ -197,10 +197,10 @@ class CacheState:
         self.pools[0].writer.update(zip(slots, repeat(job), strict=False))
         return slots
 
-    def allocate_alone(self, keys: Sequence[Key], job: int, size_class: int) -> list[int]:
-        """The same for `keys` that stand alone, of which the caller has asked `Index.find_alone`."""
+    def allocate_independent(self, keys: Sequence[Key], job: int, size_class: int) -> list[int]:
+        """The same for independent `keys`, of which the caller has asked `Index.find_independent`."""
         slots = self.pools[0].allocate(len(keys), size_class)
-        self.windows.enter(self.index.link_alone(keys, 0, slots))
+        self.windows.enter(self.index.link_independent(keys, 0, slots))
         self.pools[0].writer.update(zip(slots, repeat(job), strict=False))
         return slots
 

@@ -198,7 +198,7 @@ class PoolTiers:
             if self.runtime.clock() >= deadline:
                 self.no_wait_until = deadline + longest
 
-    # ------------------------------------------------------------------ pages that stand alone, each a path of its own
+    # ------------------------------------------------------------------ independent pages, each a path of its own
 
     @contained(lambda self, names: [False] * len(names), expected=(LongshoreError,))
     def present(self, names: Sequence[str]) -> list[bool]:
