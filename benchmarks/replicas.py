@@ -35,7 +35,7 @@ import numpy as np
 import torch
 
 from longshore.boundary import HOST, Key, Slabs
-from longshore.cache import CacheSettings, Found, GroupKeys, TieredCache, TierSpec
+from longshore.cache import CacheSettings, GroupKeys, LookupResult, TieredCache, TierSpec
 from longshore.cache.eviction import DEFAULT_POLICY, LRU
 from longshore.layout import KVLayout, from_rows
 from longshore.runtime import KeyedMover, Runtime
@@ -131,11 +131,11 @@ class Replica:
         self._arena.close()
         return counted + self.hits
 
-    def _look(self, keys: list[Key]) -> Found:
+    def _look(self, keys: list[Key]) -> LookupResult:
         with self._runtime.batch() as cache:
             return cache.lookup({0: GroupKeys(keys)}, self._runtime.clock())
 
-    def _over(self, found: Found) -> None:
+    def _over(self, found: LookupResult) -> None:
         if found.lease is not None:
             with self._runtime.batch() as cache:
                 cache.release(found.lease)

@@ -2,7 +2,7 @@
 
 An engine calls in this order:
 
-    lookup     the longest prefix in device and tiers            Found; what the tiers have is leased
+    lookup     the longest prefix in device and tiers            LookupResult; what the tiers have is leased
     load       fill these device blocks                          a PendingCopy, which owns the lease
     copy       the first tokens of one block into another        a PendingCopy
         pending.wait_layer(3)    before layer 3 is computed: has it arrived?
@@ -24,9 +24,9 @@ from longshore.cache import (
     CacheGroup,
     CacheSettings,
     DeviceCopy,
-    Found,
     GroupKeys,
     Lease,
+    LookupResult,
     PromptTokens,
     TieredCache,
     TierSpec,
@@ -57,11 +57,11 @@ class NoTiers:
     def end_step(self) -> None:
         """The step's layers have been computed."""
 
-    def lookup(self, paths: Mapping[int, GroupKeys]) -> Found:
+    def lookup(self, paths: Mapping[int, GroupKeys]) -> LookupResult:
         """The longest prefix of which every group has what the next token sees; its chunks in the tiers are leased."""
         return self._cache.lookup(paths, 0.0)
 
-    def release(self, found: Found) -> None:
+    def release(self, found: LookupResult) -> None:
         """Release the lease of a prefix that is not loaded."""
 
     def load(self, lease: Lease, blocks: Mapping[int, Sequence[int]]) -> PendingCopy:
@@ -115,12 +115,12 @@ class Tiers(NoTiers):
         """No jobs are named: compute has waited for each layer that it read, and the guard keeps the other blocks."""
         self.stack.transfer_engine.end_step(self._compute, jobs=())
 
-    def lookup(self, paths: Mapping[int, GroupKeys]) -> Found:
+    def lookup(self, paths: Mapping[int, GroupKeys]) -> LookupResult:
         """One lookup of the control plane for all groups, each of whose keys have a root of their own."""
         with self.stack.runtime.batch() as cache:
             return cache.lookup(paths, self.stack.runtime.clock())
 
-    def release(self, found: Found) -> None:
+    def release(self, found: LookupResult) -> None:
         """Release the lease."""
         if found.lease is not None:
             with self.stack.runtime.batch() as cache:

@@ -18,8 +18,8 @@ from longshore.boundary import FILE, HOST, Key, Slabs, Slot
 from longshore.cache import (
     CacheGroup,
     CacheSettings,
-    Found,
     GroupKeys,
+    LookupResult,
     PromptTokens,
     Protection,
     Residency,
@@ -181,7 +181,7 @@ class Setup(NamedTuple):
         return range(start, start + IMAGE_UNITS[slot.size_class])
 
 
-def lookup(cache: TieredCache, keys: Sequence[Key], now: float, first: int = 0, **how: Any) -> Found:
+def lookup(cache: TieredCache, keys: Sequence[Key], now: float, first: int = 0, **how: Any) -> LookupResult:
     """`TieredCache.lookup` of one path."""
     path = {name: how.pop(name) for name in ("prompt_tokens",) if name in how}
     return cache.lookup({how.pop("group", 0): GroupKeys(keys, first, **path)}, now, **how)

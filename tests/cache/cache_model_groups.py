@@ -14,7 +14,7 @@ from cache_model_lifecycle import Life
 from cache_movers import places
 
 from longshore.boundary import DEVICE, HOST, Item, Key, Route, Transfer
-from longshore.cache import GroupKeys, Lease, MissReason, Need, ScheduledStore
+from longshore.cache import GroupKeys, GroupMatch, Lease, MissReason, ScheduledStore
 from longshore.errors import CacheError
 
 
@@ -37,12 +37,12 @@ class Groups(Life):
         for group, (mine, has) in enumerate(zip(keys, there, strict=True)):
             needed = self.needed(group, end // letters(group))
             load = tuple(at for at in needed if not has[at])
-            needs.append(Need(needed.start, needed.stop, load))
+            needs.append(GroupMatch(needed.start, needed.stop, load))
             self.miss_of_group(group, mine, needed.stop)
         found = self.call("lookup", self.paths(keys, there), self.now, request=request)
         per_letter = GROUPS[0].block_size * self.setup.per_chunk
         assert (found.tokens, found.remote, found.probes) == (end * per_letter, 0, ())
-        assert found.needs == tuple(needs)
+        assert found.matches == tuple(needs)
         loads = [mine[at] for mine, need in zip(keys, needs, strict=True) for at in need.load]
         self.held(found.lease, ModelHold(loads, request, joint=True))
         self.carry()

@@ -66,7 +66,7 @@ def test_longest_length_that_all_groups_serve_is_found(request: list[Chunks], pe
     asked = {g: GroupKeys(keys_of(g, each.count), device=each.device) for g, each in enumerate(request)}
     found = cache.lookup(asked, 0.0)
     assert found.tokens == longest(request, per_chunk)
-    for group, (each, need) in enumerate(zip(request, found.needs, strict=True)):
+    for group, (each, need) in enumerate(zip(request, found.matches, strict=True)):
         size = each.group.block_size * per_chunk
         lacking = [at for at in range(need.first, need.end) if at >= len(each.device) or not each.device[at]]
         assert need.end == found.tokens // size
@@ -76,7 +76,7 @@ def test_longest_length_that_all_groups_serve_is_found(request: list[Chunks], pe
         seen = each.group.window or 1
         assert need.first == (max(0, found.tokens - seen) // size if each.group.is_independent else 0)
     cache.check_integrity()
-    assert (found.lease is None) == (not any(need.load for need in found.needs))
+    assert (found.lease is None) == (not any(need.load for need in found.matches))
     if found.lease is not None:
         cache.release(found.lease)
         cache.check_integrity()

@@ -333,7 +333,7 @@ def test_only_the_full_attention_group_may_have_orphans() -> None:
         asked = {0: GroupKeys(full, device=device), 1: GroupKeys(window)}
         lookup = cache.lookup(asked, 0.0)
         if lookup.lease:
-            assert (lookup.needs[0].load, lookup.needs[1].load) == ((2, 3), (5, 6, 7))
+            assert (lookup.matches[0].load, lookup.matches[1].load) == ((2, 3), (5, 6, 7))
             cache.load(lookup.lease, {0: range(2), 1: range(2, 5)})
             (transfer,) = settle(cache)
             assert [item.parent for item in transfer.items] == [*full[1:3], None, None, None]

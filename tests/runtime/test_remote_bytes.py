@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from longshore.boundary import HOST, Slabs
-from longshore.cache import CacheSettings, DropReason, Found, GroupKeys, MissReason, TieredCache, TierSpec
+from longshore.cache import CacheSettings, DropReason, GroupKeys, LookupResult, MissReason, TieredCache, TierSpec
 from longshore.cache.types import Answer
 from longshore.layout import KVLayout, from_rows
 from longshore.runtime import BackgroundLoop, KeyedMover, Runtime
@@ -69,7 +69,7 @@ class Machine:
             assert time.monotonic() < give_up
             time.sleep(0.0005)
 
-    def lookup(self, count: int = len(KEYS)) -> Found:
+    def lookup(self, count: int = len(KEYS)) -> LookupResult:
         with self.runtime.batch() as cache:
             found = cache.lookup({0: GroupKeys(KEYS[:count])}, self.runtime.clock())
             if found.lease is not None:

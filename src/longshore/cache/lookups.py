@@ -46,7 +46,7 @@ from longshore.cache.remote import RemoteTiers
 from longshore.cache.settings import CacheGroup
 from longshore.cache.state import CacheState, NodeRef
 from longshore.cache.transfers import Load, Transfers, Wait
-from longshore.cache.types import UNKNOWN_START, Found, GroupKeys, Lease, Need, Protection, check_distinct
+from longshore.cache.types import UNKNOWN_START, GroupKeys, GroupMatch, Lease, LookupResult, Protection, check_distinct
 from longshore.errors import CacheError, LeaseError
 
 
@@ -230,11 +230,11 @@ class GroupSearch:
         near = self._partials.closest(self.keys, at, self.prompt_tokens, size) if at <= len(self.keys) else None
         return min(most, at * size - tokens + (near.tokens if near else 0))
 
-    def need(self, tokens: int) -> Need:
-        """What a served prefix of `tokens` tokens needs of this group."""
+    def match(self, tokens: int) -> GroupMatch:
+        """What a served prefix of `tokens` tokens consists of in this group."""
         first, end = self.group.first_needed(tokens, self.chunk_tokens), tokens // self.chunk_tokens
         load = first + np.flatnonzero(~self._device[first:end])
-        return Need(first, end, tuple(load.tolist()), self._partial(end, tokens % self.chunk_tokens))
+        return GroupMatch(first, end, tuple(load.tolist()), self._partial(end, tokens % self.chunk_tokens))
 
     def _partial(self, at: int, tokens: int) -> Partial | None:
         """Where the first `tokens` tokens of the chunk at `at` come from, if any are needed."""
@@ -307,7 +307,7 @@ class Lookups:
 
     # ------------------------------------------------------------------ one group
 
-    def path(self, group: int, path: GroupKeys, call: LookupCall) -> Found:
+    def path(self, group: int, path: GroupKeys, call: LookupCall) -> LookupResult:
         """`TieredCache.lookup` of one `path` of `group`."""
         keys, start, prompt_tokens, index = path.keys, path.start, path.prompt_tokens, self._state.index
         settings = self._transfers.settings
@@ -351,7 +351,7 @@ class Lookups:
             refs = (self._state.add_ref(index.get(leased[-1])),)
             held = LeasedChunks(leased, range(start, start + len(leased)), refs, group)
             lease = self._leases.take(self._transfers.new_id(), (held,), call.request)
-        return Found(
+        return LookupResult(
             lease,
             end - start,
             partial=partial,
@@ -361,7 +361,7 @@ class Lookups:
             before=before,
         )
 
-    def chunks(self, paths: Mapping[int, GroupKeys], call: LookupCall, tiers: Collection[str]) -> Found:
+    def chunks(self, paths: Mapping[int, GroupKeys], call: LookupCall, tiers: Collection[str]) -> LookupResult:
         """`TieredCache.lookup` with `independent`, which asks the remote `tiers`."""
         if any(path.start or path.device is not None for path in paths.values()):
             raise CacheError("expected no `start` and no `device` in a lookup with `independent`")
@@ -377,7 +377,9 @@ class Lookups:
             probes = self._remote.ask([key for here in found.values() for key in here.keys], tiers) if tiers else ()
             theirs = found if self._remote.tiers else {}
             sources = {group: self._remote.sources(here.keys) for group, here in theirs.items()}
-            return Found(probes=probes, request_number=call.request_number, residency=found, remote_sources=sources)
+            return LookupResult(
+                probes=probes, request_number=call.request_number, residency=found, remote_sources=sources
+            )
         request_number = call.request_number
         if request_number is None:
             asked = [key for here in found.values() for key in here.keys]
@@ -387,7 +389,7 @@ class Lookups:
         if call.protect is Protection.STEP:
             for here in found.values():
                 self._leases.protect(here.at[index.are_reachable(here.at)])
-            return Found(request_number=request_number, residency=found)
+            return LookupResult(request_number=request_number, residency=found)
         held = [
             LeasedChunks(
                 [here.keys[position] for position in there],
@@ -400,7 +402,7 @@ class Lookups:
             if there
         ]
         lease = self._leases.take(self._transfers.new_id(), held, call.request) if held else None
-        return Found(lease, sum(len(part.keys) for part in held), request_number=request_number, residency=found)
+        return LookupResult(lease, sum(len(part.keys) for part in held), request_number=request_number, residency=found)
 
     def fetch(self, group: int, path: GroupKeys, now: float, longest: float) -> tuple[int, ...]:
         """Read chunks after the ready prefix of `path` from remote tiers that have them, for at most `longest`
@@ -437,7 +439,7 @@ class Lookups:
 
     # ------------------------------------------------------------------ all groups
 
-    def groups(self, paths: Mapping[int, GroupKeys], call: LookupCall) -> Found:
+    def groups(self, paths: Mapping[int, GroupKeys], call: LookupCall) -> LookupResult:
         """`TieredCache.lookup` of all groups. Remote tiers are not asked."""
         state, settings, groups = self._state, self._transfers.settings, range(len(self._transfers.settings.groups))
         if not groups or set(paths) != set(groups):
@@ -446,23 +448,23 @@ class Lookups:
             raise CacheError("expected `device` in a lookup of all groups, got `start`")
         searches = [GroupSearch(state.index, state.partials, *settings.group(at), paths[at]) for at in groups]
         tokens = longest_served(searches)
-        needs = tuple(search.need(tokens) for search in searches)
-        both = list(zip(searches, needs, strict=True))
+        matches = tuple(search.match(tokens) for search in searches)
+        both = list(zip(searches, matches, strict=True))
         self._check_searches(both)
         self._advance(call.now)
         request_number = self._serve(call, [key for search in searches for key in search.keys])
-        for group, (search, need) in enumerate(both) if call.counts else ():
-            self._count(call.request and f"{call.request}/{group}", search, need)
-        leased = [(group, search, *_leased(search, need)) for group, (search, need) in enumerate(both)]
+        for group, (search, matched) in enumerate(both) if call.counts else ():
+            self._count(call.request and f"{call.request}/{group}", search, matched)
+        leased = [(group, search, *_leased(search, matched)) for group, (search, matched) in enumerate(both)]
         leased = [each for each in leased if each[2]]
         lease = None
         if call.protect is Protection.STEP:
             for _, _, keys, _ in leased:
                 self._leases.protect(as_i32(state.index.find(keys)))
         elif call.protect is Protection.LEASE and leased:
-            parts = [self._hold(needs[each[0]], *each) for each in leased]
+            parts = [self._hold(matches[each[0]], *each) for each in leased]
             lease = self._leases.take(self._transfers.new_id(), parts, call.request, is_multi_group=True)
-        return Found(lease, tokens=tokens, needs=needs, request_number=request_number)
+        return LookupResult(lease, tokens=tokens, matches=matches, request_number=request_number)
 
     def sections(self, record: LeaseRecord, blocks: Sequence[Sequence[int]]) -> list[Section]:
         """The sections that load the leased chunks into `blocks`, by group. Raises `CacheError` for a wrong number."""
@@ -480,40 +482,40 @@ class Lookups:
             for start, end in runs_of(part.positions)
         ]
 
-    def _check_searches(self, both: Sequence[tuple[GroupSearch, Need]]) -> None:
+    def _check_searches(self, both: Sequence[tuple[GroupSearch, GroupMatch]]) -> None:
         """Raise `CacheError` for invalid keys, also for those that are not found, before anything has changed."""
         index = self._state.index
-        for group, (search, need) in enumerate(both):
+        for group, (search, matched) in enumerate(both):
             keys = search.keys
             if search.group.is_independent:
                 nodes = index.find_independent(keys)
             else:
-                for at in {*need.load[:1], *need.load[-1:]}:
+                for at in {*matched.load[:1], *matched.load[-1:]}:
                     index.check_link(keys, at)
-                index.known_prefix(keys, need.end)  # as when misses are counted
+                index.known_prefix(keys, matched.end)  # as when misses are counted
                 ready = index.reachable_prefix(keys, 0)
                 nodes = [index.get(keys[ready - 1]) if ready else ROOT, *index.follow(keys, ready)]
             self._state.check_size_class(nodes, self._transfers.settings.size_class_of(group))
         check_distinct([key for search, _ in both for key in search.keys])
         check_distinct([key for each in both for key in _leased(*each)[0]])
 
-    def _count(self, request: str | None, search: GroupSearch, need: Need) -> None:
+    def _count(self, request: str | None, search: GroupSearch, matched: GroupMatch) -> None:
         state, keys = self._state, search.keys
         if search.group.is_independent:
-            state.counters.misses.update(map(state.miss_reason, keys[max(need.end, search.last_window) :]))
+            state.counters.misses.update(map(state.miss_reason, keys[max(matched.end, search.last_window) :]))
         else:
-            state.count_misses(keys, need.end, state.index.known_prefix(keys, need.end))
+            state.count_misses(keys, matched.end, state.index.known_prefix(keys, matched.end))
         if state.log.on:
-            asked = tuple(keys[need.first :])
-            state.log.record(EventKind.REQUEST, request=request, keys=asked, length=need.end - need.first)
+            asked = tuple(keys[matched.first :])
+            state.log.record(EventKind.REQUEST, request=request, keys=asked, length=matched.end - matched.first)
 
     def _hold(
-        self, need: Need, group: int, search: GroupSearch, keys: Sequence[Key], positions: Sequence[int]
+        self, matched: GroupMatch, group: int, search: GroupSearch, keys: Sequence[Key], positions: Sequence[int]
     ) -> LeasedChunks:
         state, kind = self._state, search.group
-        blocks = len(need.load) * self._transfers.settings.blocks_per_chunk
-        if need.partial and not need.partial.device:
-            blocks += -(-need.partial.tokens // kind.block_size)
+        blocks = len(matched.load) * self._transfers.settings.blocks_per_chunk
+        if matched.partial and not matched.partial.device:
+            blocks += -(-matched.partial.tokens // kind.block_size)
         refs = [state.add_ref(state.index.get(key)) for key in (keys if kind.is_independent else keys[-1:])]
         return LeasedChunks(keys, positions, refs, group, independent=kind.is_independent, blocks=blocks)
 
@@ -541,12 +543,12 @@ class Lookups:
         )
 
 
-def _leased(search: GroupSearch, need: Need) -> tuple[list[Key], list[int]]:
-    """The chunks to lease for `need`, and their positions."""
-    keys, positions = [search.keys[at] for at in need.load], list(need.load)
-    if need.partial and not need.partial.device:
-        keys.append(need.partial.key)
-        positions.append(need.end)
+def _leased(search: GroupSearch, matched: GroupMatch) -> tuple[list[Key], list[int]]:
+    """The chunks to lease for `matched`, and their positions."""
+    keys, positions = [search.keys[at] for at in matched.load], list(matched.load)
+    if matched.partial and not matched.partial.device:
+        keys.append(matched.partial.key)
+        positions.append(matched.end)
     return keys, positions
 
 

@@ -1,6 +1,6 @@
 """`TieredCache`: the control plane. It decides what is stored in which tier, what is copied and what is evicted.
 
-    lookup ─► Found ─► prefetch, load ─► progress ─► release    a prompt that was computed before
+    lookup ─► LookupResult ─► prefetch, load ─► progress ─► release    a prompt that was computed before
     store                                                       blocks that are complete, or about to be evicted
     take_commands() ─►              apply_results() ◄─          the only input and output
 
@@ -41,10 +41,10 @@ from longshore.cache.transfers import Load, Transfers
 from longshore.cache.types import (
     Counters,
     DeviceCopy,
-    Found,
     GroupKeys,
     Lease,
     LoadJob,
+    LookupResult,
     MissReason,
     Progress,
     Protection,
@@ -142,7 +142,7 @@ class TieredCache:
         request_number: int | None = None,
         reuse_hint: ReuseHint | None = None,
         count: bool = True,
-    ) -> Found:
+    ) -> LookupResult:
         """Find how much of a prompt the tiers have, and protect it from eviction as long as `protect` says.
 
         With one path: the longest run of ready chunks from its `start` on. Bisection finds it in microseconds, whatever
@@ -237,7 +237,7 @@ class TieredCache:
                 blocks to copy.
             blocks: Device blocks, by group, in logical order; `None` if the engine moves the bytes. For a lease on one
                 path, the first is sub-block `skip` of the first chunk, and the last may be any sub-block of a chunk.
-                For a lease on all groups, the blocks of `Need.load`, and those that the tokens of a partial match
+                For a lease on all groups, the blocks of `GroupMatch.load`, and those that the tokens of a partial match
                 take.
             skip: Leading sub-blocks of the first chunk that the device has already.
             tokens: Leading tokens to load of the last block of a lease on one path, as a partial match says; `None`

@@ -68,8 +68,8 @@ class GroupKeys(NamedTuple):
         return self.chunks.keys if isinstance(self.chunks, Residency) else self.chunks
 
 
-class Need(NamedTuple):
-    """What a prefix needs of one group: the chunks `[first, end)`, of which those at `load` come from the tiers.
+class GroupMatch(NamedTuple):
+    """What a prefix consists of in one group: the chunks `[first, end)`, of which those at `load` come from the tiers.
 
     With `partial`, also the first tokens of another chunk, behind them.
     """
@@ -101,7 +101,7 @@ class Protection(enum.Enum):
     LEASE = "lease"  # until the lease of the lookup is released
 
 
-class Found(NamedTuple):
+class LookupResult(NamedTuple):
     """Result of a lookup.
 
     Attributes:
@@ -109,7 +109,7 @@ class Found(NamedTuple):
         num_chunks: For a lookup of one group: the number of chunks from `GroupKeys.start` on that are ready in a tier.
         tokens: For a lookup of all groups: the longest prefix that device and tiers serve, in tokens. A multiple of the
             chunk sizes of all groups, plus, with `prompt_tokens`, fewer tokens than another multiple.
-        needs: What each group needs for that prefix, in order of group.
+        matches: What that prefix consists of in each group, in order of group.
         partial: For a lookup of one group: a chunk whose first tokens come next; it is in the lease.
         remote: For a lookup of one group: how many chunks more remote tiers are known to have behind it, for
             `prefetch`.
@@ -125,7 +125,7 @@ class Found(NamedTuple):
     lease: Lease | None = None
     num_chunks: int = 0
     tokens: int = 0
-    needs: tuple[Need, ...] = ()
+    matches: tuple[GroupMatch, ...] = ()
     partial: Partial | None = None
     remote: int = 0
     probes: tuple[int, ...] = ()

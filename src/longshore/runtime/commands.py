@@ -23,7 +23,7 @@ from itertools import accumulate, groupby, takewhile
 from typing import TYPE_CHECKING, Any
 
 from longshore.boundary import Key
-from longshore.cache import Found, GroupKeys, Lease, Presence, Protection, TieredCache
+from longshore.cache import GroupKeys, Lease, LookupResult, Presence, Protection, TieredCache
 from longshore.errors import CommandError, LongshoreError, PinLimitError
 from longshore.runtime.loop import Runtime
 
@@ -309,7 +309,7 @@ class Commands:
                         cache.release(lease)
 
 
-def _residency(cache: TieredCache, group: ControlledGroup, keys: Sequence[Key]) -> Found:
+def _residency(cache: TieredCache, group: ControlledGroup, keys: Sequence[Key]) -> LookupResult:
     """Where each chunk of `group` is. Keeps nothing, and counts for nothing."""
     now = group.runtime.clock()
     return cache.lookup({group.number: GroupKeys(keys)}, now, protect=Protection.NONE, independent=True)

@@ -25,9 +25,9 @@ from longshore.boundary import FILE, HOST, PEERS, REMOTE, Key, Mover, Slabs, by_
 from longshore.cache import (
     CacheGroup,
     CacheSettings,
-    Found,
     GroupKeys,
     Lease,
+    LookupResult,
     PrefetchPolicy,
     RecomputeGate,
     TieredCache,
@@ -129,7 +129,7 @@ class Stack:
 
     def load_path(
         self,
-        found: Found,
+        found: LookupResult,
         path: GroupKeys,
         blocks: Sequence[int],
         on_job: JobCallback,
@@ -150,7 +150,7 @@ class Stack:
 
     def start_load(
         self,
-        found: Found,
+        found: LookupResult,
         path: GroupKeys,
         blocks: Sequence[int],
         on_job: JobCallback,
@@ -181,7 +181,7 @@ class Stack:
 
     def _load_in_parts(
         self,
-        found: Found,
+        found: LookupResult,
         path: GroupKeys,
         blocks: Sequence[int],
         on_job: JobCallback,

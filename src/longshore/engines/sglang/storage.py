@@ -38,7 +38,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.mem_cache.utils import get_hash_str
 
 from longshore.boundary import Key
-from longshore.cache import UNKNOWN_START, Found, GroupKeys, Protection, TieredCache
+from longshore.cache import UNKNOWN_START, GroupKeys, LookupResult, Protection, TieredCache
 from longshore.config import Config
 from longshore.engines.sglang import contract, identity
 from longshore.engines.sglang.flags import PREFIX_KEYS, of_pool, read
@@ -443,7 +443,7 @@ def _collector(stack: Stack) -> LongshoreCollector:
     return LongshoreCollector(stack.runtime, stack.host, stack.transfer_engine, stack.events, stack.file, stack.remote)
 
 
-def _look(cache: TieredCache, keys: Sequence[Key], now: float) -> Found:
+def _look(cache: TieredCache, keys: Sequence[Key], now: float) -> LookupResult:
     """What tiers have of `keys`, and before them. Keeps nothing, and counts for nothing."""
     return cache.lookup({0: GroupKeys(keys, UNKNOWN_START)}, now, protect=Protection.NONE, count=False, remote_tiers=())
 

@@ -21,7 +21,7 @@ import torch
 from transformers import DynamicCache
 
 from longshore.boundary import FILE, HOST, REMOTE
-from longshore.cache import Found, GroupKeys, Lease, Retention
+from longshore.cache import GroupKeys, Lease, LookupResult, Retention
 from longshore.config import Config
 from longshore.engines.tensors import RowBlocks
 from longshore.engines.transformers.attach import kept_tiers, why_not_served
@@ -386,7 +386,7 @@ class PrefixStore:
                 cache.update(known[:1], known[1:], layer)  # which copies them
         return done - path.start, found.request_number
 
-    def _load_parts(self, found: Found, path: GroupKeys, request: str) -> Generator[range]:
+    def _load_parts(self, found: LookupResult, path: GroupKeys, request: str) -> Generator[range]:
         """Load what was `found` of `path`, in parts; yields the staging blocks of each part that has arrived.
 
         The next part is being copied to the other half then. Ends after the first part that has not arrived whole.
@@ -410,7 +410,7 @@ class PrefixStore:
             for load in loads:
                 self._release(load.lease)
 
-    def _start_part(self, found: Found, part: GroupKeys, half: int, request: str) -> _PartLoad:
+    def _start_part(self, found: LookupResult, part: GroupKeys, half: int, request: str) -> _PartLoad:
         """Begin to load a `part` of what was found into a half of the staging blocks."""
         self._wait_for_half(half)
         self._stack.transfer_engine.begin_step(None)
