@@ -2,7 +2,7 @@
 
     control plane (longshore.cache)              data plane (longshore.transfer, longshore.tiers)
 
-        take_commands() ── Transfer, Probe, Cancel, Forget, Discard ──►   movers move bytes and report;
+        take_commands() ── Transfer, Probe, Cancel, Reset, DeleteRecords ►   movers move bytes and report;
         apply_results() ◄──────── TransferResult, ProbeResult ─────────   they decide nothing
 
 The types are plain, frozen, picklable data. Both planes import this module; it imports neither, and no torch.
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol, Self, TypeVar, overload
 import numpy as np
 import numpy.typing as npt
 
-from longshore.errors import LayoutError, PlanError, former_name
+from longshore.errors import LayoutError, PlanError, former_name, former_names
 
 DEVICE = "device"
 HOST = "host"
@@ -300,8 +300,8 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
-    """A reset: tiers that outlive the process must not serve records from before `generation`.
+class Reset:
+    """Tiers that outlive the process must not serve records from before `generation`.
 
     With `weights`, records of the new generation are of other weights than an engine that starts later may expect.
     """
@@ -311,8 +311,8 @@ class Forget:
 
 
 @dataclass(frozen=True, slots=True)
-class Discard:
-    """Discard the records in `slots` of `tier`, which outlives the process: they must not be recovered."""
+class DeleteRecords:
+    """Delete the records in `slots` of `tier`, which outlives the process: they must not be recovered."""
 
     tier: str
     slots: tuple[int, ...]
@@ -333,7 +333,7 @@ class Probe:
     ranks: int = 1
 
 
-Command = Transfer | Probe | Cancel | Forget | Discard
+Command = Transfer | Probe | Cancel | Reset | DeleteRecords
 
 
 class Status(enum.Enum):
@@ -446,7 +446,7 @@ I64 = npt.NDArray[np.int64]
 DISK_PAGE = 4096
 """Alignment of every image in bytes, as required by direct I/O. (A page of a layer is another thing: `PageRef`.)"""
 
-_LOSS = 1 / 16  # the largest acceptable waste at the end of a slab, as a share
+_LOSS = 1 / 16  # largest acceptable waste at the end of a slab, as a share
 _LEAST_SLABS = 16  # for each image size, if possible
 
 
@@ -505,9 +505,8 @@ class Slabs:
         Small slabs cost least to reclaim for another size. There may be none, if `nbytes` is too small.
         """
         sizes = tuple(image_bytes)
-        largest = max(sizes, default=0)
+        best = largest = max(sizes, default=0)
         cls(largest, sizes, 0)  # which says what is wrong
-        best = largest
         for slab_bytes in range(largest, max(largest, nbytes // (_LEAST_SLABS * len(sizes))) + 1, largest):
             if _loss(slab_bytes, sizes) < _loss(best, sizes):
                 best = slab_bytes
@@ -596,3 +595,6 @@ def by_size(image_bytes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...
 def _loss(slab_bytes: int, sizes: Sequence[int]) -> float:
     """The part of a slab that is lost at its end, for the size that loses most."""
     return max(slab_bytes % each for each in sizes) / slab_bytes
+
+
+__getattr__ = former_names(__name__, {"Discard": "DeleteRecords", "Forget": "Reset"})

@@ -23,10 +23,10 @@ from longshore.boundary import (
     HOST,
     Cancel,
     Command,
-    Forget,
     Item,
     Key,
     Probe,
+    Reset,
     Route,
     Slot,
     Status,
@@ -117,7 +117,7 @@ class Stage:
             case Cancel():
                 assert 0 < command.job <= self.last_job
                 self.check_cancel(command.job)
-            case Forget():
+            case Reset():
                 assert command.generation == self.generation
             case Transfer():
                 self.check_transfer(command, commanded)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from object_state import state_of
 
 from depth import examples
-from longshore.boundary import DEVICE, FILE, HOST, Cancel, Forget, Slabs, Status, Transfer, TransferResult
+from longshore.boundary import DEVICE, FILE, HOST, Cancel, Reset, Slabs, Status, Transfer, TransferResult
 from longshore.cache import (
     CacheSettings,
     DropReason,
@@ -67,7 +67,7 @@ class Bytes:
         for command in self.cache.take_commands():
             if isinstance(command, Transfer):
                 self.running[command.job] = command
-            assert isinstance(command, Transfer | Cancel | Forget)
+            assert isinstance(command, Transfer | Cancel | Reset)
         self.check()
 
     def end(self, job: int, status: Status = Status.OK) -> None:

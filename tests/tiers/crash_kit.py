@@ -127,7 +127,7 @@ class Story:
         self._report()
 
     def drop(self, place: int) -> None:
-        self.tier.discard([self.shape.places[place][0]])
+        self.tier.delete_records([self.shape.places[place][0]])
         del self._holds[place]
         self._report()
 
@@ -135,8 +135,8 @@ class Story:
         self.tier._index.checkpoint()
         self._report()
 
-    def forget(self) -> None:
-        self.tier.forget(self.tier.generation + 1)
+    def reset(self) -> None:
+        self.tier.reset(self.tier.generation + 1)
         self._holds = {}
         self._report()
 

@@ -137,7 +137,7 @@ def write(directory: Path, seed: int, out: int) -> None:
             if dice.random() < 0.05:
                 tier._index.checkpoint()
             if dice.random() < 0.02:
-                tier.forget(tier.generation + 1)
+                tier.reset(tier.generation + 1)
 
 
 def look(directory: Path, holds: dict[int, int], generation: int, *, close: bool) -> Verdict:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from longshore.boundary import FILE, HOST
@@ -16,6 +17,7 @@ from longshore.config import Config
 from longshore.keys import Scope
 from longshore.layout import from_rows
 from longshore.runtime.stack import open_stack
+from longshore.tiers.base import Tier
 from longshore.transfer.device import device_for
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
@@ -54,3 +56,8 @@ def test_a_stack_opens_it_in_place_of_the_file_tier(tmp_path: Path) -> None:
         with stack.runtime.batch() as cache:
             cache.release(lease)
     assert torch.equal(rows[5:], expected)
+
+
+def test_a_tier_with_a_former_method_name_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"Old.forget is not called any more: rename it to reset"):
+        type("Old", (Tier,), {"forget": lambda self, generation: None})

@@ -70,7 +70,7 @@ class Shared:
 
     def discard(self, slot: int) -> None:
         with self._turn:
-            self.tier.discard([slot])
+            self.tier.delete_records([slot])
 
 
 def picture(number: int, nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

@@ -248,7 +248,7 @@ def test_reset_that_returned_or_was_closed_holds_under_faults(wrong: str, kind: 
         machine.tier._directory.io = io
         returned = True
         try:
-            machine.tier.forget(1)
+            machine.tier.reset(1)
         except LongshoreError:
             assert io.failed is not None
             returned = False

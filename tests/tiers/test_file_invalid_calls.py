@@ -88,7 +88,7 @@ def test_a_directory_that_cannot_be_named_is_refused(opener: Opener, tmp_path: P
 @pytest.mark.parametrize("generation", [1.5, "1", None, 2**64, -1])
 def test_a_generation_that_cannot_be_is_refused(harness: TierHarness, generation: int) -> None:
     with pytest.raises(TierError, match="generation"):
-        harness.tier.forget(generation)
+        harness.tier.reset(generation)
     assert harness.tier.generation == 0
 
 
@@ -101,5 +101,5 @@ def test_numbers_that_are_not_whole_are_refused(harness: TierHarness, field: str
     ):
         harness.tier.submit([op, op._replace(**{field: number})], 1e18)
     with pytest.raises(TierError, match="expected a slot to be a whole number"):
-        harness.tier.discard([number])  # type: ignore[list-item]
+        harness.tier.delete_records([number])  # type: ignore[list-item]
     harness.store(0, 0)

@@ -104,7 +104,7 @@ class TestCapacity:
             harness.assert_serves(slot, slot)
         store_large(harness, slabs - 1, 77)
         assert serves_large(harness, slabs - 1, 77)
-        harness.tier.forget(1)
+        harness.tier.reset(1)
         harness.tier.close()
         stats = [path.stat() for path in [directory, *directory.iterdir()]]
         assert sum(max(stat.st_size, stat.st_blocks * 512) for stat in stats) <= capacity
@@ -316,7 +316,7 @@ class TestTools:
         for slot in (5, 6):
             harness.store(slot, slot)
         store_large(harness, 2, 52)
-        harness.tier.discard([2 * PER_SLAB])  # type: ignore[attr-defined]
+        harness.tier.delete_records([2 * PER_SLAB])  # type: ignore[attr-defined]
         harness.tier.close()
         yield directory
 

@@ -19,7 +19,7 @@ from longshore.boundary import (
     DEVICE,
     Cancel,
     Command,
-    Discard,
+    DeleteRecords,
     Key,
     ProbeResult,
     Result,
@@ -429,7 +429,7 @@ class TieredCache:
         commands, self._transfers.outbox = self._transfers.outbox, []
         for level in self._state.levels:
             if level.pool.freed and (slots := level.pool.take_freed()):
-                commands.append(Discard(level.name, slots))
+                commands.append(DeleteRecords(level.name, slots))
         return commands
 
     def apply_results(self, results: Sequence[Result], now: float) -> None:

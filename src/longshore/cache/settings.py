@@ -387,7 +387,7 @@ class TierSpec:
     """One own tier: its name, its slots, the bytes of one image, and its eviction policy.
 
     With several image sizes, `slots` are the `Slabs` of the tier, and `image_bytes` is not given. A tier that
-    `outlives` the process gets `Discard` commands, so that the next process does not recover removed chunks.
+    `outlives` the process gets `DeleteRecords` commands, so that the next process does not recover removed chunks.
     """
 
     name: str

@@ -27,10 +27,10 @@ from longshore.boundary import (
     DEVICE,
     Cancel,
     Command,
-    Forget,
     Item,
     Items,
     Key,
+    Reset,
     Route,
     Section,
     Slot,
@@ -317,7 +317,7 @@ class Transfers:
         self.generation += 1
         self.state.clear(WEIGHTS if weights else "")
         self.evictor.clear()
-        self.outbox.append(Forget(self.generation, weights))
+        self.outbox.append(Reset(self.generation, weights))
 
     def apply(self, results: Sequence[TransferResult]) -> list[Load]:
         """Apply results; returns the loads of which a part has ended. Raises `JobError` with nothing changed."""

@@ -22,12 +22,12 @@ from dataclasses import dataclass, replace
 from longshore.boundary import (
     Cancel,
     Command,
-    Discard,
-    Forget,
+    DeleteRecords,
     Mover,
     Probe,
     Prober,
     ProbeResult,
+    Reset,
     Result,
     Route,
     Section,
@@ -427,21 +427,21 @@ class Runtime:
                     self._end_waiting(command.job, Status.CANCELLED)
                 elif command.job in self._running and not self._running[command.job].expired:
                     self._running[command.job].mover.cancel(command.job)
-            case Discard():
+            case DeleteRecords():
                 for tier in self._tiers:
                     if tier.name == command.tier:
                         with contextlib.suppress(TierClosedError):
-                            tier.discard(command.slots)
-            case Forget():
+                            tier.delete_records(command.slots)
+            case Reset():
                 for tier in self._tiers:
-                    self._forget(tier, command.generation, weights=command.weights)
+                    self._reset(tier, command.generation, weights=command.weights)
 
-    def _forget(self, tier: Tier, generation: int, *, weights: bool) -> None:
+    def _reset(self, tier: Tier, generation: int, *, weights: bool) -> None:
         """A tier that cannot make a reset durable must not be written in the new generation, nor read: it is off."""
         if weights:
             tier.weights_changed()
         try:
-            tier.forget(generation)
+            tier.reset(generation)
         except LongshoreError:
             _log.exception(
                 "%s tier disabled: the reset to generation %d could not be written; restart the engine to re-enable it",

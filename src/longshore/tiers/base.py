@@ -30,7 +30,7 @@ import enum
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -98,6 +98,13 @@ class Tier(ABC):
     slabs: Slabs
     image_bytes: tuple[int, ...]
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Raises `TypeError` for a tier that defines methods under their former names: they would not be called."""
+        for old, new in {"discard": "delete_records", "forget": "reset"}.items():
+            if old in vars(cls):
+                raise TypeError(f"{cls.__name__}.{old} is not called any more: rename it to {new}")
+        super().__init_subclass__(**options)
+
     @abstractmethod
     def submit(self, batch: Sequence[TierOp], deadline: float) -> int:
         """Begin `batch`; operations not begun by `deadline` (`time.monotonic()` seconds) end as `Status.DEADLINE`.
@@ -128,14 +135,14 @@ class Tier(ABC):
         """
         return ()
 
-    def discard(self, slots: Sequence[int]) -> None:  # noqa: B027 - nothing to do for a tier that keeps nothing
-        """Discard the content of `slots`: `recover` must not return it after a restart."""
+    def delete_records(self, slots: Sequence[int]) -> None:  # noqa: B027 - nothing to do for a tier that keeps nothing
+        """Delete the records in `slots`: `recover` must not return them after a restart."""
 
-    def forget(self, generation: int) -> None:  # noqa: B027 - nothing to do for a tier that keeps nothing
+    def reset(self, generation: int) -> None:  # noqa: B027 - nothing to do for a tier that keeps nothing
         """Serve no record from before `generation`, from now on and after a restart."""
 
     def weights_changed(self) -> None:  # noqa: B027 - nothing to do for a tier that keeps nothing
-        """Weights have changed: no engine that starts later may read records written after the next `forget`."""
+        """Weights have changed: no engine that starts later may read records written after the next `reset`."""
 
     @property
     def fallbacks(self) -> Mapping[str, int]:
@@ -207,7 +214,7 @@ def check_batch(
 ) -> None:
     """Raise `TierError` unless every operation of `batch` is valid; remote tiers have no `slabs`.
 
-    `last_reset` is the generation last given to `forget`: nothing newer is valid.
+    `last_reset` is the generation last given to `reset`: nothing newer is valid.
     """
     if math.isnan(deadline):
         raise TierError("expected a deadline in clock seconds, got NaN")

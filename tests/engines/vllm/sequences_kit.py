@@ -93,7 +93,7 @@ class SlowTier(Tier):
         while self._queue:
             self._end(*self._queue.pop(), Status.TIER_OFF)
 
-    def forget(self, generation: int) -> None:
+    def reset(self, generation: int) -> None:
         self._oldest = generation
 
     @property

@@ -9,8 +9,8 @@
                                                ◄──    RESULT     ticket, bytes, seconds, statuses: one for each SUBMIT
     ASK        ticket, deadline, keys          ──►                                                       (stores only)
                                                ◄──    ANSWER     ticket, what is there; nothing: not known
-    FORGET     generation, scope or namespace  ──►
-                                               ◄──    FORGOTTEN  why it could not be done; nothing if it was
+    RESET      generation, scope or namespace  ──►
+                                               ◄──    RESET_DONE why it could not be done; nothing if it was
                                                ◄──    FAILURES   counts by reason (JSON), whenever they change
                                                ◄──    ALIVE      operations carried out until now; each second, if busy
     end of file                                ──►    it finishes what it has begun, and ends
@@ -38,8 +38,8 @@ from longshore.tiers.base import KEY_BYTES, Op, TierOp, TierResult
 NUMBER = struct.Struct("<Q")
 """The body of CANCEL, a ticket; and of ALIVE, the number of operations carried out."""
 
-FORGET = struct.Struct("<Q32s")
-"""The body of FORGET: generation, and scope or namespace."""
+RESET = struct.Struct("<Q32s")
+"""The body of RESET: generation, and scope or namespace."""
 
 _HEAD = struct.Struct("<BQ")
 _SUBMIT = struct.Struct("<Qd")
@@ -65,13 +65,13 @@ class Kind(enum.IntEnum):
     OPEN = 1
     SUBMIT = 2
     CANCEL = 3
-    FORGET = 4
+    RESET = 4
     OPENED = 5
     REFUSED = 6
     RESULT = 7
-    FORGOTTEN = 8
+    RESET_DONE = 8
     FAILURES = 9
-    DISCARD = 10
+    DELETE_RECORDS = 10
     ALIVE = 11
     ASK = 12
     ANSWER = 13

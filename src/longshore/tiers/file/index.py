@@ -2,7 +2,7 @@
 
     invalidate      these slots hold no record; called before anything is written to them
     insert          this record was written completely
-    discard_record  this record was found unusable
+    delete_record  this record was found unusable
     touch           this record was served: it is the most recently used one
     checkpoint      write all entries into the older of two files
     Checkpointer    writes checkpoints when they are due, in a thread of its own
@@ -142,13 +142,13 @@ class RecordIndex:
         with self._changing:
             self._invalidate(list(places))
 
-    def discard(self, slots: Iterable[int]) -> None:
-        """Discard the records in `slots`; no process finds them any more."""
+    def delete_records(self, slots: Iterable[int]) -> None:
+        """Delete the records in `slots`; no process finds them any more."""
         with self._changing:
             self._discard(slots)
 
-    def discard_record(self, slot: int, sequence: int) -> None:
-        """The record that was written with this sequence number is unusable: discard it, if `slot` still holds it."""
+    def delete_record(self, slot: int, sequence: int) -> None:
+        """The record that was written with this sequence number is unusable: delete it, if `slot` still holds it."""
         with self._changing:
             if self._sequences[slot] == sequence:
                 self._discard([slot])
@@ -182,7 +182,7 @@ class RecordIndex:
                     self._use(slot)
                     self._touched += 1
 
-    def forget(self, generation: int) -> None:
+    def reset(self, generation: int) -> None:
         """Drop entries older than `generation`. The superblock already excludes them, so the journal need not."""
         with self._changing:
             older = self._table["generation"] < generation

@@ -11,7 +11,7 @@
 | a valid header of another record, or none: an overwritten, moved, or never written slot | `MISMATCH` |
 
 Each read is verified, so nothing is verified when files are opened after a crash. The tier then discards the record
-(`RecordIndex.discard_record`), and the cache recomputes the chunk.
+(`RecordIndex.delete_record`), and the cache recomputes the chunk.
 """
 
 from __future__ import annotations

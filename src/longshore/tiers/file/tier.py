@@ -211,7 +211,7 @@ class FileTier(Tier):
 
     @property
     def generation(self) -> int:
-        """The generation last given to `forget`, by this process or an earlier one; 0 at first."""
+        """The generation last given to `reset`, by this process or an earlier one; 0 at first."""
         return self._superblock.generation
 
     @property
@@ -225,7 +225,7 @@ class FileTier(Tier):
         return {**self._health.failures, "checkpoint": self._checkpointer.failures}
 
     def submit(self, batch: Sequence[TierOp], deadline: float) -> int:
-        """Queue `batch`. Raises `TierError` for a generation that `forget` was never called with."""
+        """Queue `batch`. Raises `TierError` for a generation that `reset` was never called with."""
         self._check_open()
         nbytes, sizes = self._images.nbytes, self.image_bytes  # raises when that memory is gone
         last = self._stored_generation  # after a crash, a newer record could be served after a later reset
@@ -270,7 +270,7 @@ class FileTier(Tier):
         else:
             self._resources.close()
 
-    def forget(self, generation: int, scope: bytes | None = None) -> None:
+    def reset(self, generation: int, scope: bytes | None = None) -> None:
         """Serve no record older than `generation`; durable on return. With `scope`, use that from now on.
 
         Raises `TierError` if the reset cannot be stored. This process then serves nothing older and accepts nothing
@@ -284,7 +284,7 @@ class FileTier(Tier):
             self._superblock = self._superblock._replace(generation=max(generation, self.generation))
             self._superblocks.write(self._superblock)
             self._stored_generation = self.generation
-            self._index.forget(self.generation)
+            self._index.reset(self.generation)
         if scope is not None:
             self._scope = scope
 
@@ -298,7 +298,7 @@ class FileTier(Tier):
         Reads the index only: an image that was torn in a crash is detected when it is read (`record_verifier.py`).
         """
         self._check_open()
-        # A write that `forget` overtook may have been entered after it.
+        # A write that `reset` overtook may have been entered after it.
         scope, generation = np.void(self._scope), self.generation
         entries = self._index.entries(lambda each: (each["scope"] == scope) & (each["generation"] >= generation))
         keys = np.ascontiguousarray(entries["key"])
@@ -322,17 +322,17 @@ class FileTier(Tier):
         slots: list[int] = theirs["slot"].tolist()
         return slots
 
-    def discard(self, slots: Sequence[int]) -> None:
-        """Discard the records in `slots`: the next process does not recover them.
+    def delete_records(self, slots: Sequence[int]) -> None:
+        """Delete the records in `slots`: the next process does not recover them.
 
         Raises `PlanError` for a slot out of range.
         """
         self._check_open()
         check_slots(slots, self.slabs)
-        self._index.discard(slots)
+        self._index.delete_records(slots)
 
     def _retry_reset(self) -> None:
-        """Retry a reset that `forget` could not write; if that fails, drop the superblock, and with it all records."""
+        """Retry a reset that `reset` could not write; if that fails, drop the superblock, and with it all records."""
         if self.generation == self._stored_generation:
             return
         try:
@@ -417,7 +417,7 @@ class FileTier(Tier):
             if not _all_ok(statuses):
                 for (op, _), sequence, status in zip(task, sequences, statuses, strict=True):
                     if sequence and status.invalidates_source:
-                        self._index.discard_record(op.slot, sequence)
+                        self._index.delete_record(op.slot, sequence)
             if task[0].op.generation < self.generation:
                 statuses = [Status.MISMATCH if how is Status.OK else how for how in statuses]
         if statuses:

@@ -188,7 +188,7 @@ class NodesTier(KeyedTier):
 
     @property
     def generation(self) -> int:
-        """The generation last given to `forget`, or to the constructor."""
+        """The generation last given to `reset`, or to the constructor."""
         return self._name.generation
 
     @property
@@ -264,16 +264,16 @@ class NodesTier(KeyedTier):
             answers, self._answers = self._answers, []
         return answers
 
-    def forget(self, generation: int, namespace: bytes | None = None) -> None:
-        """As `RemoteTier.forget`."""
+    def reset(self, generation: int, namespace: bytes | None = None) -> None:
+        """As `RemoteTier.reset`."""
         self._check_open()
         with self._lock:
             if self._name.reset(generation, namespace, self.settings):
                 for each in self._nodes.values():
-                    each.forget(generation, self.namespace)
+                    each.reset(generation, self.namespace)
 
     def weights_changed(self) -> None:
-        """Weights have changed: the next `forget` starts a namespace of its own."""
+        """Weights have changed: the next `reset` starts a namespace of its own."""
         self._name.weights_changed()
 
     def call_at_end(self, call: Callable[[], None]) -> None:

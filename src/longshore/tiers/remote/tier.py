@@ -165,7 +165,7 @@ class RemoteTier(KeyedTier):
 
     @property
     def generation(self) -> int:
-        """The generation last given to `forget`, or to the constructor."""
+        """The generation last given to `reset`, or to the constructor."""
         return self._name.generation
 
     @property
@@ -187,7 +187,7 @@ class RemoteTier(KeyedTier):
     def submit(self, batch: Sequence[TierOp], deadline: float) -> int:
         """Begin `batch`. An operation *ends* by `deadline`, and by the store's own timeout from now.
 
-        Raises `TierError` for a generation that was never given to `forget`: such bytes would be shared under the
+        Raises `TierError` for a generation that was never given to `reset`: such bytes would be shared under the
         namespace of other weights.
         """
         self._check_open()
@@ -269,7 +269,7 @@ class RemoteTier(KeyedTier):
             answers, self._answers = self._answers, []
         return answers
 
-    def forget(self, generation: int, namespace: bytes | None = None) -> None:
+    def reset(self, generation: int, namespace: bytes | None = None) -> None:
         """Serve nothing from before `generation`; from then on, images are those of `namespace`.
 
         Without one, they are those of the same as before with `fixed_weights`; else, and after `weights_changed`, those
@@ -281,13 +281,13 @@ class RemoteTier(KeyedTier):
             if not self._name.reset(generation, namespace, self.settings):
                 return
             for queue in self._queues.values():
-                queue.forget(generation)
+                queue.reset(generation)
             while self._asked:
                 asked = self._asked.popleft()
                 self._answer(asked.ticket, (False,) * len(asked.addresses))
 
     def weights_changed(self) -> None:
-        """Weights have changed: the next `forget` starts a namespace of its own."""
+        """Weights have changed: the next `reset` starts a namespace of its own."""
         self._name.weights_changed()
 
     def call_at_end(self, call: Callable[[], None]) -> None:
