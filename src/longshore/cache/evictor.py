@@ -168,7 +168,7 @@ class Evictor:
                 break
             rounds -= 1
             if rounds < 0:
-                name = self._state.levels[tier].name
+                name = self._state.tiers[tier].name
                 raise IntegrityError(f"{name} tier: the eviction policy names the same victims repeatedly")
             if spare_dirty and (passed := self._state.backlog.leading_sole(nodes, tier)):
                 self._remember(nodes[:passed], tier, size_class)
@@ -241,7 +241,7 @@ class Evictor:
 
     def _drop(self, node: int, tier: int) -> None:
         self._state.remove_copy(node, tier, cause=EVICTED)
-        self._state.counters.evictions[self._state.levels[tier].name] += 1
+        self._state.counters.evictions[self._state.tiers[tier].name] += 1
 
     # ------------------------------------------------------------------ what the coldest tier ranks, and does not have
 
@@ -271,7 +271,7 @@ class Evictor:
                 if parent in seen or policy.is_held(parent):
                     freed.append(parent)
                     break
-        state.counters.drops[state.levels[state.coldest].name][DropReason.ADMISSION] += refused
+        state.counters.drops[state.tier_names[state.coldest]][DropReason.ADMISSION] += refused
         return len(seen), refused, freed
 
     def _may_be_refused(self, node: int) -> bool:
@@ -476,8 +476,8 @@ class Evictor:
         slots = i32_view(index.slot[tier])[at]
         self._log(nodes, tier)
         state.observe_ages(tier, slots)
-        state.counters.demotions[state.levels[tier].name] += len(nodes)
-        state.counters.evictions[state.levels[tier].name] += len(nodes)
+        state.counters.demotions[state.tier_names[tier]] += len(nodes)
+        state.counters.evictions[state.tier_names[tier]] += len(nodes)
         state.policies[tier].remove_victims(nodes, index.key[at].tolist())
         index.drop_copies(at, tier)
         state.pools[tier].free_all(slots)
@@ -490,7 +490,7 @@ class Evictor:
         keys, slots = index.key[at].tolist(), i32_view(index.slot[tier])[at]
         self._log(nodes, tier)
         state.observe_ages(tier, slots)
-        state.counters.evictions[state.levels[tier].name] += len(nodes)
+        state.counters.evictions[state.tier_names[tier]] += len(nodes)
         policy.remove_victims(nodes, keys)
         if state.coldest_ranks_all and tier < state.coldest:
             state.policies[state.coldest].hold_all(nodes)
@@ -573,7 +573,7 @@ class Evictor:
                 break
         for node in sorted(going, key=lambda node: -state.index.depth[node]):
             state.remove_copy(node, tier, cause=EVICTED)
-        state.counters.evictions[state.levels[tier].name] += len(going)
+        state.counters.evictions[state.tier_names[tier]] += len(going)
         return bool(going)
 
     def _slab_victims(self, tier: int, slots: SlabPool, slab: int, *, spare_dirty: bool) -> list[int]:

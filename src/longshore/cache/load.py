@@ -24,7 +24,7 @@ from longshore.cache.columns import count_leading, i32_view, u8_view
 from longshore.cache.lookups import LeasedChunks, LeaseRecord, Leases
 from longshore.cache.offload import Offloader
 from longshore.cache.pool import READY
-from longshore.cache.settings import PrefetchPolicy, seconds
+from longshore.cache.settings import PrefetchPolicy, timeout_of
 from longshore.cache.transfers import Load, TierSlots, Transfers, Wait
 from longshore.cache.types import MissReason, origins_of
 from longshore.errors import CacheError
@@ -148,7 +148,7 @@ class Loader:
         state = self._state
         taken = i32_view(state.index.slot[0])[at]
         i32_view(state.pools[0].readers)[taken] += 1
-        slots, name = taken.tolist(), state.levels[0].name
+        slots, name = taken.tolist(), state.tier_names[0]
         job = self._transfers.new_id()
         if count:
             if state.windows.used:
@@ -210,7 +210,7 @@ class Loader:
         by_layer: bool,
         tokens: int | None = None,
     ) -> None:
-        names = [level.name for level in self._state.levels]
+        names = self._state.tier_names
         warm = list(batch.slots)
         if batch.warm:
             load.sources += [names[0]] * len(warm)
@@ -261,7 +261,7 @@ class Prefetcher:
         if timeout is not None and policy is not PrefetchPolicy.TIMEOUT:
             raise CacheError(f"timeout: expected only with the policy {PrefetchPolicy.TIMEOUT}, got it with {policy}")
         timed = policy is PrefetchPolicy.TIMEOUT
-        return policy, seconds(timeout, settings.prefetch_timeout if timed else settings.load_timeout)
+        return policy, timeout_of(timeout, settings.prefetch_timeout if timed else settings.load_timeout)
 
     def prefetch(self, record: LeaseRecord, policy: PrefetchPolicy, longest: float) -> Wait:
         """Prefetch the chunks of `record` that are not in the warmest tier; ends the wait of an earlier prefetch."""

@@ -35,8 +35,8 @@ from longshore.cache.load import Loader, Prefetcher
 from longshore.cache.lookups import Leases, LookupCall, Lookups, check_start
 from longshore.cache.offload import Offloader
 from longshore.cache.remote import RemoteTiers
-from longshore.cache.settings import CacheSettings, DeviceBlocks, PrefetchPolicy, TierSpec, check_retention, seconds
-from longshore.cache.state import CacheState, Level
+from longshore.cache.settings import CacheSettings, DeviceBlocks, PrefetchPolicy, TierSpec, check_retention, timeout_of
+from longshore.cache.state import CacheState, OwnedTier
 from longshore.cache.transfers import Load, Transfers
 from longshore.cache.types import (
     Counters,
@@ -86,13 +86,13 @@ class TieredCache:
         down, up = pairwise((DEVICE, *names)), ((name, names[0] if tier else DEVICE) for tier, name in enumerate(names))
         to_and_fro = [route for name in theirs for route in ((names[0], name), (name, names[0]))]
         self.counters = Counters.zero(names, tuple(str(Route(*route)) for route in (*down, *up, *to_and_fro)), theirs)
-        levels = [Level(tier.name, tier.make_pool(), tier.policy) for tier in tiers]
-        sizes = {len(level.pool.slabs.image_bytes) for level in levels}
+        owned = [OwnedTier(tier.name, tier.make_pool(), tier.policy) for tier in tiers]
+        sizes = {len(each.pool.slabs.image_bytes) for each in owned}
         if len(sizes) > 1 or any(not 0 <= each < min(sizes) for each in self.settings.size_classes):
             counts = f"tiers with {sorted(sizes)} image sizes"
             raise CacheError(f"expected image sizes for the size classes {self.settings.size_classes}, got {counts}")
         thresholds = [rule.threshold if rule.selective else 0 for rule in rules[1 : len(names)]]
-        self._state = CacheState(levels, self.counters, self.settings, thresholds)
+        self._state = CacheState(owned, self.counters, self.settings, thresholds)
         self._transfers = Transfers(self._state, self.settings, generation)
         self._loader = Loader(self._transfers)
         shared = bool(theirs) or self.settings.is_served
@@ -210,7 +210,7 @@ class TieredCache:
             return tuple(sorted(self._prefetcher.prefetch(record, policy, longest).jobs))
         if policy is not None:
             raise CacheError("expected a `policy` only with a lease")
-        longest = seconds(timeout, self.settings.load_timeout)
+        longest = timeout_of(timeout, self.settings.load_timeout)
         check_paths(what)
         if len(what) != 1 or next(iter(what.values())).device is not None:
             raise CacheError(f"expected a lease, or the keys of one group without `device`, got groups {sorted(what)}")
@@ -277,7 +277,7 @@ class TieredCache:
                 for group, found in pairs
             )
             return ScheduledLoad(sum(job.num_chunks for job in jobs), jobs)
-        record, longest = self._leases.to_load(what), seconds(timeout, self.settings.load_timeout)
+        record, longest = self._leases.to_load(what), timeout_of(timeout, self.settings.load_timeout)
         blocks = check_blocks({} if blocks is None else blocks, [part.group for part in record.parts])
         if record.is_multi_group:
             if skip or tokens is not None:
@@ -427,9 +427,9 @@ class TieredCache:
     def take_commands(self) -> list[Command]:
         """Commands since the last call, in order, each exactly once."""
         commands, self._transfers.outbox = self._transfers.outbox, []
-        for level in self._state.levels:
-            if level.pool.freed and (slots := level.pool.take_freed()):
-                commands.append(DeleteRecords(level.name, slots))
+        for tier in self._state.tiers:
+            if tier.pool.freed and (slots := tier.pool.take_freed()):
+                commands.append(DeleteRecords(tier.name, slots))
         return commands
 
     def apply_results(self, results: Sequence[Result], now: float) -> None:

@@ -180,7 +180,7 @@ class Offloader:
         self._transfers.schedule(
             job, fresh[:count], parents, None, TierSlots(0, slots), sections=sections, command=blocks is not None
         )
-        addresses = Addresses(Slots(state.levels[0].name, size_class, tuple(slots)))
+        addresses = Addresses(Slots(state.tier_names[0], size_class, tuple(slots)))
         return ScheduledStore(job, accepted, addresses, kept, there, later=later)
 
     def _offload_independent(
@@ -226,7 +226,7 @@ class Offloader:
         state.windows.slide(at[there[there < in_window]].tolist())
         had = np.zeros(len(keys), bool)
         had[there] = True
-        addresses = Addresses(Slots(state.levels[0].name, size_class, tuple(slots)))
+        addresses = Addresses(Slots(state.tier_names[0], size_class, tuple(slots)))
         lead, before = first + count_leading(had[first:]), tuple(known[bisect_left(known, first) :])
         return ScheduledStore(job, tuple(wanted), addresses, lead, before)
 

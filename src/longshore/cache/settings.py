@@ -212,7 +212,7 @@ class PrefetchPolicy(enum.Enum):
     TIMEOUT = "timeout"  # until all chunks have arrived, at most the given seconds
 
 
-def seconds(given: float | None, usual: float) -> float:
+def timeout_of(given: float | None, usual: float) -> float:
     """The seconds `given`, or `usual` if `None`. Raises `CacheError` unless they are positive."""
     if given is None:
         return usual

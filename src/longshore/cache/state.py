@@ -45,8 +45,8 @@ _FEW_SLOTS = 16
 
 
 @dataclass(slots=True)
-class Level:
-    """One owned tier, as the control plane sees it; warmer levels have lower numbers."""
+class OwnedTier:
+    """One owned tier, as the control plane sees it; warmer tiers have lower numbers."""
 
     name: str
     pool: SlotPool
@@ -67,22 +67,22 @@ class CacheState:
 
     def __init__(
         self,
-        levels: Sequence[Level],
+        tiers: Sequence[OwnedTier],
         counters: Counters,
         settings: CacheSettings,
         thresholds: Sequence[int],
     ) -> None:
-        self.levels = list(levels)
-        self.tier_names = [level.name for level in levels]
+        self.tiers = list(tiers)
+        self.tier_names = [owned.name for owned in tiers]
         self.counters = counters
-        self.pools = [level.pool for level in levels]
+        self.pools = [owned.pool for owned in tiers]
         self.several_sizes = len(self.pools[0].slabs.image_bytes) > 1
         self.refs: dict[int, set[NodeRef]] = {}
         self.thresholds = thresholds
-        self.coldest = len(levels) - 1
+        self.coldest = len(tiers) - 1
         """The coldest tier."""
         alike = self.coldest > 0 and not self.several_sizes
-        self.coldest_ranks_all = alike and settings.admission and levels[-1].make_policy.refuses
+        self.coldest_ranks_all = alike and settings.admission and tiers[-1].make_policy.refuses
         """Whether the policy of the coldest tier ranks the chunks of all tiers, as one tier of their size would."""
         self.log = EventLog(settings.events)
         self.log.hidden = settings.self_test_key
@@ -99,7 +99,7 @@ class CacheState:
         self.policies = [self._make_policy(tier) for tier in self.index.tiers]
         self.backlog = Backlog(self.index, self.thresholds)
         self.priorities = Priorities(
-            self.index, self.policies, [level.make_policy for level in self.levels], self._current_request
+            self.index, self.policies, [owned.make_policy for owned in self.tiers], self._current_request
         )
         self.windows = WindowMarks(self.index, self.policies)
         self.partials = PartialPrefixes(self.index, self._token_width)
@@ -122,12 +122,12 @@ class CacheState:
         return sum(pool.capacity for pool in ranked)
 
     def _make_policy(self, tier: int) -> EvictionPolicy:
-        level, names = self.levels[tier], self.index.key
-        slabs = level.pool.slabs
+        owned, names = self.tiers[tier], self.index.key
+        slabs = owned.pool.slabs
         if not self.several_sizes:
-            return level.make_policy(self.ranked_slots(tier), names)
-        parts = [level.make_policy(slabs.slabs * images, names) for images in slabs.images]
-        return PartitionedBySize(level.pool.capacity, names, parts, self.index.size_classes_of)
+            return owned.make_policy(self.ranked_slots(tier), names)
+        parts = [owned.make_policy(slabs.slabs * images, names) for images in slabs.images]
+        return PartitionedBySize(owned.pool.capacity, names, parts, self.index.size_classes_of)
 
     def policy_of(self, tier: int, size_class: int) -> EvictionPolicy:
         """The eviction policy of one image size of a tier."""
@@ -148,12 +148,12 @@ class CacheState:
         """Where `nodes` are, as runs by the warmest tier that has them ready."""
         at = np.array(nodes, np.int32)
         if len(at) and np.count_nonzero(self.index.are_ready(at, 0)) == len(at):
-            return (Run(self.levels[0].name, len(at)),)
+            return (Run(self.tier_names[0], len(at)),)
         warmest = np.full(len(at), _NOWHERE, np.uint8)
         for tier in reversed(self.index.tiers):
             warmest[self.index.are_ready(at, tier)] = tier
         runs = ((tier, len(list(run))) for tier, run in groupby(warmest.tobytes()))
-        return tuple(Run(self.levels[tier].name, chunks) for tier, chunks in runs if tier != _NOWHERE)
+        return tuple(Run(self.tier_names[tier], chunks) for tier, chunks in runs if tier != _NOWHERE)
 
     def miss_reason(self, key: Key) -> MissReason:
         """Why `key` is a miss for a request whose hit ended before it."""
@@ -351,7 +351,7 @@ class CacheState:
         A copy that is being filled from the invalid one is removed, too.
         """
         for where in self._remove_copies(node, tier, cause):
-            self.counters.lost[self.levels[where].name] += 1
+            self.counters.lost[self.tier_names[where]] += 1
 
     def _remove_copies(self, node: int, tier: int, cause: str) -> list[int]:
         """The same without counting; returns the tiers of the copies removed."""
@@ -485,7 +485,7 @@ class CacheState:
         """Occupancy per tier, warmest first."""
         return tuple(
             TierStats(
-                level.name,
+                name,
                 pool.capacity,
                 pool.used,
                 pool.state.count(READY),
@@ -493,7 +493,7 @@ class CacheState:
                 pool.used_bytes,
                 tuple(SizeStats(size, *pool.used_by(each)) for each, size in enumerate(pool.slabs.image_bytes)),
             )
-            for level, pool in zip(self.levels, self.pools, strict=True)
+            for name, pool in zip(self.tier_names, self.pools, strict=True)
         )
 
     def check_integrity(self) -> None:
@@ -501,15 +501,15 @@ class CacheState:
         index, nodes = self.index, self.index.all_nodes()
         for part in (index, self.backlog, self.partials):
             part.check_integrity()
-        for tier, (level, pool, policy) in enumerate(zip(self.levels, self.pools, self.policies, strict=True)):
+        for tier, (name, pool, policy) in enumerate(zip(self.tier_names, self.pools, self.policies, strict=True)):
             pool.check_integrity()
             policy.check_integrity()
             live = nodes[i32_view(index.slot[tier])[nodes] >= 0]
             if len(live) + pool.state.count(DRAINING) != pool.used:
-                raise CacheError(f"{level.name}: {len(live)} copies use {pool.used} slots")
+                raise CacheError(f"{name}: {len(live)} copies use {pool.used} slots")
             ready = nodes[self.are_ranked(nodes, tier)]
             if len(policy) != len(ready) or not policy.resident(index.size)[ready].all():
-                raise CacheError(f"{level.name}: the eviction policy has {len(policy)} of {len(ready)} ready chunks")
+                raise CacheError(f"{name}: the eviction policy has {len(policy)} of {len(ready)} ready chunks")
         for node, refs in self.refs.items():
             if index.key[node] is None or not refs or any(ref.node != node for ref in refs):
                 raise CacheError(f"node {node} is referenced, but was removed")
@@ -540,7 +540,7 @@ class CacheState:
 
     def observe_ages(self, tier: int, slots: npt.NDArray[np.int32]) -> None:
         """The copies in these slots are being evicted: record their ages."""
-        histogram = self.counters.histograms[EVICTED_AGE_SECONDS][self.levels[tier].name]
+        histogram = self.counters.histograms[EVICTED_AGE_SECONDS][self.tier_names[tier]]
         if len(slots) > _FEW_SLOTS:
             histogram.observe_all(self.pools[tier].ages(slots, self.log.now))
             return
@@ -553,7 +553,7 @@ class CacheState:
         index, pool = self.index, self.pools[tier]
         slot, parent = index.slot[tier][node], index.parent[node]
         if cause == EVICTED and (age := pool.age(slot, self.log.now)) is not None:
-            self.counters.histograms[EVICTED_AGE_SECONDS][self.levels[tier].name].observe(age)
+            self.counters.histograms[EVICTED_AGE_SECONDS][self.tier_names[tier]].observe(age)
         if self.log.on:
             self.log.lost(self.index, self.tier_names, node, tier, cause)
         if pool.state[slot] == READY:
@@ -569,7 +569,7 @@ class CacheState:
             self.backlog.forget(node)
         else:
             if cause == EVICTED:
-                self.counters.demotions[self.levels[tier].name] += 1
+                self.counters.demotions[self.tier_names[tier]] += 1
             self.backlog.exposed(node)
             self.backlog.update(node)
             self._recheck_evictable(node)

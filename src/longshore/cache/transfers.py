@@ -271,7 +271,7 @@ class Transfers:
         self.waits = Waits()
         self.now = 0.0
         self._last_id = 0
-        self.writing: dict[int | str, int] = dict.fromkeys(range(len(state.levels)), 0)
+        self.writing: dict[int | str, int] = dict.fromkeys(range(len(state.tiers)), 0)
         """Chunks being written to each tier from a warmer one; remote tiers by name."""
         self.arrived_from_device: list[Key] | None = None
         """Chunks that have arrived from the device, to be stored in remote tiers; `None` if there are none."""
@@ -302,7 +302,7 @@ class Transfers:
 
     def count_drop(self, tier: int, count: int, reason: DropReason) -> None:
         """Count chunks that `tier` did not store."""
-        self.state.counters.drops[self.state.levels[tier].name][reason] += count
+        self.state.counters.drops[self.state.tier_names[tier]][reason] += count
 
     def reset(self, first: int, *, weights: bool) -> None:
         """Remove all chunks that are not ready in tier `first` or a colder one. Jobs in flight have no effect any more.
@@ -311,7 +311,7 @@ class Transfers:
         """
         self.waits.clear()
         self.outbox += [Cancel(job) for job in self.jobs]
-        if first < len(self.state.levels):
+        if first < len(self.state.tiers):
             self.state.reset_warmer(first)
             return
         self.generation += 1
@@ -475,7 +475,7 @@ class Transfers:
         return (Slot(name, size_class_of(slot), slot) for slot in slots)
 
     def _name(self, tier: int | None, elsewhere: str = "") -> str:
-        return elsewhere or DEVICE if tier is None else self.state.levels[tier].name
+        return elsewhere or DEVICE if tier is None else self.state.tier_names[tier]
 
     def _slots(self, side: TierSlots | None) -> Slots | None:
         if side is None:

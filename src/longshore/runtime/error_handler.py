@@ -206,7 +206,7 @@ class _HasRuntime(Protocol):
 S = TypeVar("S", bound=_HasRuntime)
 
 
-def contained(
+def with_fallback(
     instead: Callable[Concatenate[S, P], R],
     *,
     expected: tuple[type[LongshoreError], ...] = (),

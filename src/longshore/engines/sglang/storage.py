@@ -48,7 +48,7 @@ from longshore.errors import EngineError, LongshoreError
 from longshore.metrics import LongshoreCollector, MirroredMetrics
 from longshore.runtime.commands import ControlledEngine, ControlledGroup
 from longshore.runtime.control import ControlServer
-from longshore.runtime.error_handler import contained
+from longshore.runtime.error_handler import with_fallback
 from longshore.runtime.loop import Runtime
 from longshore.runtime.remote_fetch import count_fetchable, fetch_and_wait
 from longshore.runtime.stack import Stack
@@ -239,7 +239,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
             _log.error("expected a host pool of %s, got %s; its pages are misses; report this", known, pool)
         return self._tiers.get(pool)
 
-    @contained(lambda self, names, before: 0, expected=(LongshoreError,))
+    @with_fallback(lambda self, names, before: 0, expected=(LongshoreError,))
     def _count(self, names: Sequence[str], before: Sequence[str] | None) -> int:
         keys = digests(names)
         if not keys or self._why_off or self._kv.is_stuck():
@@ -264,7 +264,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         size = self._kv.pages.page_size
         return count + count_fetchable(runtime, path, path.start * size, size, self.settings.load_timeout)
 
-    @contained(lambda self, names, indices: 0, expected=(LongshoreError,))
+    @with_fallback(lambda self, names, indices: 0, expected=(LongshoreError,))
     def _load(self, names: Sequence[str], indices: torch.Tensor) -> int:
         keys = digests(names)
         if not keys or self._why_off or self._kv.is_stuck():
@@ -308,7 +308,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
                 cache.release(found.lease)
             self._kv.let_go(jobs)
 
-    @contained(lambda self, before, names, indices: 0, expected=(LongshoreError,))
+    @with_fallback(lambda self, before, names, indices: 0, expected=(LongshoreError,))
     def _store(self, before: Sequence[str] | None, names: Sequence[str], indices: torch.Tensor) -> int:
         if self._why_off or not names or self._kv.is_stuck():
             return 0
@@ -336,7 +336,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
 
     # ------------------------------------------------------------------ the rest
 
-    @contained(lambda self: None, expected=(LongshoreError,))
+    @with_fallback(lambda self: None, expected=(LongshoreError,))
     def clear(self) -> None:
         """Forget all pages in files, also after a restart."""
         for tiers in self._tiers.values():
@@ -353,7 +353,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         self._why_off = self._why_off or "closed"
         self._opened.close()
 
-    @contained(lambda self: None, expected=(LongshoreError,))
+    @with_fallback(lambda self: None, expected=(LongshoreError,))
     def get_stats(self) -> None:
         """Write our metrics, which have names of their own, for SGLang's `/metrics`. SGLang asks now and then."""
         for each in self._metrics:
@@ -394,7 +394,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
             )
             self._why_off, self._has_changed = "weights have changed", True
 
-    @contained(lambda self: None, expected=(LongshoreError,))
+    @with_fallback(lambda self: None, expected=(LongshoreError,))
     def caches_flushed(self) -> None:
         """Device and host memory of SGLang are empty. After a change of weights: begin another namespace."""
         if self._has_changed:

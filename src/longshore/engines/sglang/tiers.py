@@ -31,7 +31,7 @@ from longshore.engines.tensors import RowBlocks
 from longshore.errors import EngineError, LongshoreError
 from longshore.keys import Scope
 from longshore.layout import KVGroup, KVLayout, PageRef
-from longshore.runtime.error_handler import contained
+from longshore.runtime.error_handler import with_fallback
 from longshore.runtime.loop import Runtime
 from longshore.runtime.selftest import self_test
 from longshore.runtime.stack import Stack, open_stack
@@ -200,7 +200,7 @@ class PoolTiers:
 
     # ------------------------------------------------------------------ independent pages, each a path of its own
 
-    @contained(lambda self, names: [False] * len(names), expected=(LongshoreError,))
+    @with_fallback(lambda self, names: [False] * len(names), expected=(LongshoreError,))
     def present(self, names: Sequence[str]) -> list[bool]:
         """Whether each page of these keys of SGLang's is stored, whatever is before it."""
         if self.is_stuck():
@@ -210,7 +210,7 @@ class PoolTiers:
             here = cache.lookup(asked, self.runtime.clock(), protect=Protection.NONE, independent=True).residency[0]
         return [each in (Presence.WARMEST, Presence.COLDER) for each in here.presences]
 
-    @contained(lambda self, names, indices: 0, expected=(LongshoreError,))
+    @with_fallback(lambda self, names, indices: 0, expected=(LongshoreError,))
     def load(self, names: Sequence[str], indices: torch.Tensor) -> int:
         """Fill the pages at `indices`; how many, from the first one on, have arrived within `load_timeout`."""
         pages, runtime, timeout = self.pages.pages(indices, len(names)), self.runtime, self.settings.load_timeout
@@ -241,7 +241,7 @@ class PoolTiers:
                         cache.release(lease)
         return done
 
-    @contained(lambda self, names, indices: [False] * len(names), expected=(LongshoreError,))
+    @with_fallback(lambda self, names, indices: [False] * len(names), expected=(LongshoreError,))
     def store(self, names: Sequence[str], indices: torch.Tensor) -> list[bool]:
         """Store the pages at `indices`; whether each was taken, or is stored."""
         pages = self.pages.pages(indices, len(names))

@@ -32,7 +32,7 @@ from longshore.errors import DeviceError, EngineError, QueueFullError, TierClose
 from longshore.hints import RequestHints
 from longshore.keys import KeyChain, chain
 from longshore.runtime.block_guard import BlockGuard
-from longshore.runtime.error_handler import contained
+from longshore.runtime.error_handler import with_fallback
 from longshore.runtime.loop import Runtime
 from longshore.runtime.remote_fetch import fetch_and_wait
 from longshore.runtime.stack import Stack
@@ -260,7 +260,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
             self._count_request(self._stack, lookup)
             self._stop_waiting([lookup])
 
-    @contained(lambda self, stack, lookup: None, expected=_EXPECTED)
+    @with_fallback(lambda self, stack, lookup: None, expected=_EXPECTED)
     def _count_request(self, stack: Stack, lookup: PromptLookup) -> None:
         """The request begins now: what the tiers lack of it is missed."""
         with stack.runtime.batch() as cache:
@@ -302,12 +302,12 @@ class TieredAllocator(FullAttentionCacheAllocator):
 
     @property
     def _runtime(self) -> Runtime:
-        """The runtime whose faults are contained here; only asked for where there are tiers."""
+        """The runtime whose faults are handled here; only asked for where there are tiers."""
         return cast("Stack", self._stack).runtime
 
     # ------------------------------------------------------------------ requests that wait
 
-    @contained(lambda self, stack, ahead, waiting: set[str](), expected=_EXPECTED)
+    @with_fallback(lambda self, stack, ahead, waiting: set[str](), expected=_EXPECTED)
     def _fetch(self, stack: Stack, ahead: WaitingPrefetcher, waiting: Iterable[tuple[str, list[int]]]) -> set[str]:
         late: set[str] = set()
         with stack.runtime.batch() as cache:
@@ -331,7 +331,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
         if kept and self._stack is not None and self._ahead is not None:
             self._end_prefetches(self._stack, self._ahead, kept)
 
-    @contained(lambda self, stack, ahead, lookups: None, expected=_EXPECTED)
+    @with_fallback(lambda self, stack, ahead, lookups: None, expected=_EXPECTED)
     def _end_prefetches(self, stack: Stack, ahead: WaitingPrefetcher, lookups: Sequence[PromptLookup]) -> None:
         with contextlib.suppress(TierClosedError), stack.runtime.batch() as cache:
             for lookup in lookups:
@@ -351,7 +351,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
 
     # ------------------------------------------------------------------ onboard
 
-    @contained(lambda self, stack, lookup, prompt, present: (list[int](), list[str]()), expected=_EXPECTED)
+    @with_fallback(lambda self, stack, lookup, prompt, present: (list[int](), list[str]()), expected=_EXPECTED)
     def _onboard(
         self, stack: Stack, lookup: PromptLookup, prompt: list[int], present: list[int]
     ) -> tuple[list[int], list[str]]:
@@ -405,7 +405,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
             self._release(stack, lease)
         return self._register(prompt, present, blocks[: len(filled)]), filled
 
-    @contained(lambda self, stack, lease: None, expected=_EXPECTED)
+    @with_fallback(lambda self, stack, lease: None, expected=_EXPECTED)
     def _release(self, stack: Stack, lease: Lease) -> None:
         with stack.runtime.batch() as cache:
             cache.release(lease)
@@ -442,7 +442,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
 
     # ------------------------------------------------------------------ offload
 
-    @contained(lambda self, stack, request_id, token_ids: None, expected=_EXPECTED)
+    @with_fallback(lambda self, stack, request_id, token_ids: None, expected=_EXPECTED)
     def _commit_request(self, stack: Stack, request_id: str, token_ids: list[int]) -> None:
         table = self.block_table[request_id]
         complete = next((i for i, b in enumerate(table) if b not in self.ledger.block_to_hash), len(table))
@@ -500,7 +500,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
         keys = dict.fromkeys(self._key_of[block] for block in blocks if block in self._key_of)
         self._commit_paths(self._stack, [self._chunks[key] for key in keys])
 
-    @contained(lambda self, stack, chunks: None, expected=_EXPECTED)
+    @with_fallback(lambda self, stack, chunks: None, expected=_EXPECTED)
     def _commit_paths(self, stack: Stack, chunks: Sequence[_Chunk]) -> None:
         done: set[Key] = set()
         for tail in sorted(chunks, key=lambda chunk: -chunk.position):

@@ -55,7 +55,7 @@ from longshore.errors import log_seldom
 from longshore.hints import RequestHints
 from longshore.monitoring.metric_table import LOOKUP_SECONDS
 from longshore.runtime.control import ControlServer
-from longshore.runtime.error_handler import contained
+from longshore.runtime.error_handler import with_fallback
 
 if TYPE_CHECKING:
     from longshore.runtime.peer_server import PeerServer
@@ -128,7 +128,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     # ------------------------------------------------------------------ loading
 
-    @contained(lambda self, req_context: WHOLE_PATHS)
+    @with_fallback(lambda self, req_context: WHOLE_PATHS)
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """A request has arrived. From now on the device may have blocks of it."""
         self._check_weights()  # the device had no block of this request before they changed
@@ -137,7 +137,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         request.hints, request.source = hints_of(req_context, self._hints), source_of(req_context, self._tiers.peers)
         return WHOLE_PATHS
 
-    @contained(lambda self, key, req_context: MISS)
+    @with_fallback(lambda self, key, req_context: MISS)
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Where a chunk is. The first call in a step answers for all chunks of the request."""
         try:
@@ -160,7 +160,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         origin = HOST if request is None else request.origins.get(key, HOST)
         return _HIT_SOURCES.get(origin, CacheHitSource.EXTERNAL_UNSPECIFIED)
 
-    @contained(lambda self, keys, req_context: self._slots_after_fault(keys, req_context))
+    @with_fallback(lambda self, keys, req_context: self._slots_after_fault(keys, req_context))
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> SlotsSpec:
         """Lease the slots of these chunks to the workers; of a load in parts, of those in host memory."""
         name = req_context.req_id
@@ -173,7 +173,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         request.waiting_since = None
         return spec
 
-    @contained(lambda self, keys, req_context: None)
+    @with_fallback(lambda self, keys, req_context: None)
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """The workers have read the slots of a load."""
         name = req_context.req_id
@@ -187,19 +187,19 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
                     self._runtime.observe_loads(LOAD, results)
             self._drop_if_finished(name, request)
 
-    @contained(lambda self: self._load_jobs.abandon() + self._store_jobs.abandon())
+    @with_fallback(lambda self: self._load_jobs.abandon() + self._store_jobs.abandon())
     def take_parts(self) -> list[JobPart]:
         """Parts of loads and stores that are sent to the workers in this step."""
         return self._load_jobs.take() + self._store_jobs.take()
 
-    @contained(lambda self, context, tokens, seconds: None)
+    @with_fallback(lambda self, context, tokens, seconds: None)
     def observe_prefill(self, context: int, tokens: int, seconds: float) -> None:
         """Report to the gate that a step computed `tokens` prompt tokens after `context` in `seconds`."""
         self._runtime.observe_prefill(context, tokens, seconds)
 
     # ------------------------------------------------------------------ storing
 
-    @contained(lambda self, keys, req_context: PrepareStoreOutput([], self._no_slots(), []))
+    @with_fallback(lambda self, keys, req_context: PrepareStoreOutput([], self._no_slots(), []))
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Give slots to the chunks that no tier has, from the beginning of the prompt on (`StoreJobs.offer`).
 
@@ -215,7 +215,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
                 self._no_longer_computes(request.cache_keys(keys))
         return None if accepted is None else PrepareStoreOutput(*accepted, [])
 
-    @contained(lambda self, keys, req_context, success=True: None)
+    @with_fallback(lambda self, keys, req_context, success=True: None)
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         """vLLM reports these chunks as done: publish the chunks that all ranks have copied."""
         self._check_weights()
@@ -225,13 +225,13 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     # ------------------------------------------------------------------ between steps
 
-    @contained(lambda self, name: None)
+    @with_fallback(lambda self, name: None)
     def will_finish(self, name: str) -> None:
         """The next offer of the request `name` is its last one; called by `LongshoreConnector`."""
         if name in self._requests:
             self._requests[name].is_finishing = True
 
-    @contained(lambda self, req_context: None)
+    @with_fallback(lambda self, req_context: None)
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Release the leases of a finished request; slots that workers still read stay reserved."""
         request = self._requests.get(req_context.req_id)
@@ -244,7 +244,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             request.finished = True
             self._drop_if_finished(req_context.req_id, request)
 
-    @contained(lambda self, context: None)
+    @with_fallback(lambda self, context: None)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """A step was planned: prefetch the chunks that were asked for and are in a colder tier."""
         self._check_weights()
@@ -272,7 +272,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """Whether steps are needed even without requests."""
         return self._runtime.fault is None and bool(self._unreported)
 
-    @contained(lambda self: None)
+    @with_fallback(lambda self: None)
     def reset_cache(self) -> None:
         """vLLM reset its caches: clear the tiers, except those that the settings keep."""
         self._check_weights()
@@ -286,7 +286,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         if not self.observes_device_resets and not self._is_serving:
             self.device_was_reset()
 
-    @contained(lambda self: None)
+    @with_fallback(lambda self: None)
     def device_was_reset(self) -> None:
         """vLLM's prefix cache was emptied: only running requests have blocks on the device, and will compute them."""
         self._check_weights()
@@ -296,7 +296,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         if self._is_serving:
             self._validity.device_used()
 
-    @contained(lambda self, name, lora: None)
+    @with_fallback(lambda self, name, lora: None)
     def set_adapter(self, name: str, lora: Any) -> None:
         """The request `name`, which arrives next, uses the adapter of vLLM's `LoRARequest`."""
         self._requests.setdefault(name, RequestState(name)).lora = lora
@@ -320,7 +320,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         for name in [name for name, request in self._requests.items() if request.finished]:
             del self._requests[name]
 
-    @contained(lambda self: None)
+    @with_fallback(lambda self: None)
     def on_reset_flushed(self) -> None:
         """All jobs in flight at the last reset were reported: no worker uses their slots any more (vLLM 0.33)."""
         with self._runtime.batch() as cache:
@@ -350,7 +350,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         with self._runtime.locked() as cache:
             return dict(cache.counters.hit_tokens)
 
-    @contained(lambda self: list[OffloadingEvent]())
+    @with_fallback(lambda self: list[OffloadingEvent]())
     def take_events(self) -> list[OffloadingEvent]:
         """KV events since the last call: chunks that tiers stored and removed; none unless vLLM publishes events."""
         if self._events is None:
@@ -378,7 +378,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     # ------------------------------------------------------------------ inside
 
-    @contained(lambda self, tickets: None)
+    @with_fallback(lambda self, tickets: None)
     def _release_tickets(self, tickets: Sequence[Ticket]) -> None:
         """End all loads, and release the cache jobs of `tickets`: vLLM reports nothing any more."""
         with self._runtime.batch() as cache:
