@@ -197,7 +197,7 @@ class Groups(Life):
         self.settle()
 
     def load_by_host(self, keys: Sequence[Key], group: int) -> None:
-        """The host reads chunks from the warmest tier, if all are ready there."""
+        """The host reads chunks from the host tier, if all are ready there."""
         warm = all(self.is_readable(each) and self.is_ready(each, HOST) for each in keys)
         if not keys or not warm:
             self.refused(CacheError, "load", {group: GroupKeys(keys)})

@@ -109,7 +109,7 @@ class Reading(Remote):
             if self.is_readable(of):
                 self.seen_in_step[of] = False
                 self.warm |= {of} if self.is_ready(of, HOST) else set()
-                assert answer == ("warmest" if self.is_ready(of, HOST) else "colder")
+                assert answer == ("host" if self.is_ready(of, HOST) else "colder")
             else:
                 assert answer == ("absent" if self.is_absent(of) else "in_flight")
         self.settle()

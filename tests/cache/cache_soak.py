@@ -235,7 +235,7 @@ class Storm:
         return [key for key, presence in found if presence in wanted], group
 
     def prefetch(self) -> None:
-        keys, group = self.ready((Presence.WARMEST, Presence.COLDER))
+        keys, group = self.ready((Presence.HOST, Presence.COLDER))
         if keys:
             lease = self.cache.lookup({group: GroupKeys(keys)}, self.now, independent=True).lease
             if lease is None:
@@ -245,7 +245,7 @@ class Storm:
             self.cache.prefetch(lease, self.now, policy=self.draw.choice(list(PrefetchPolicy)))
 
     def load_by_host(self) -> None:
-        keys, group = self.ready((Presence.WARMEST,))
+        keys, group = self.ready((Presence.HOST,))
         if keys:
             (part,) = self.cache.load({group: GroupKeys(keys)}).jobs
             self.jobs[part.job] = len(keys)

@@ -77,7 +77,7 @@ def test_single_chunk_is_found_and_leased_whatever_precedes_it() -> None:
     cache = made()
     put(cache, PATH, 2)
     (residency,) = cache.lookup({0: GroupKeys(PATH)}, 0.0, protect=Protection.STEP, independent=True).residency.values()
-    assert residency.presences == [Presence.ABSENT, Presence.ABSENT, Presence.WARMEST, Presence.WARMEST]
+    assert residency.presences == [Presence.ABSENT, Presence.ABSENT, Presence.HOST, Presence.HOST]
     assert cache.load({0: GroupKeys(residency.part(2, 4))}).num_chunks == 2
 
 

@@ -215,7 +215,7 @@ def test_lookup_keeps_chunks_until_its_step_ends(paths: dict[int, str], independ
     settle(cache)
     for name in paths.values():
         where = cache.lookup({0: GroupKeys(keys(name))}, 1.0, protect=Protection.NONE, independent=True).residency[0]
-        assert set(where.presences) == {Presence.WARMEST}
+        assert set(where.presences) == {Presence.HOST}
     cache.end_step()
     assert cache.protected == 0
 

@@ -415,7 +415,7 @@ class Evictor:
         return self._idle(at, tier) & colder & ready, ~others
 
     def _idle(self, at: npt.NDArray[np.int32], tier: int) -> Mask:
-        """Which copies are not being read, nor kept in the warmest tier by a prefetch or a lookup of this step."""
+        """Which copies are not being read, nor kept in the host tier by a prefetch or a lookup of this step."""
         state = self._state
         idle: Mask = i32_view(state.pools[tier].readers)[i32_view(state.index.slot[tier])[at]] == 0
         if not tier:

@@ -455,11 +455,11 @@ class Presence(enum.Enum):
 
     ABSENT = "absent"
     IN_FLIGHT = "in_flight"
-    WARMEST = "warmest"  # in the warmest tier, host memory if there is any: can be loaded at once
+    HOST = "host"  # in the host tier (the first one): can be loaded at once
     COLDER = "colder"  # in a colder tier only
 
 
-_PRESENCES = (Presence.ABSENT, Presence.IN_FLIGHT, Presence.WARMEST, Presence.COLDER)
+_PRESENCES = (Presence.ABSENT, Presence.IN_FLIGHT, Presence.HOST, Presence.COLDER)
 _ABSENT, _IN_FLIGHT, _WARMEST, _COLDER = range(len(_PRESENCES))
 
 
@@ -488,7 +488,7 @@ class Residency:
         return Residency(keys, presences, self.at[list(positions)], self.index, self.pool, self.removed)
 
     def slots(self) -> list[int] | None:
-        """The slots of the chunks in the warmest tier; `None` unless index and pool agree that all of them are ready.
+        """The slots of the chunks in the host tier; `None` unless index and pool agree that all of them are ready.
 
         Used to read chunks that were found before the control plane failed: no slot is written after that.
         """
@@ -505,13 +505,13 @@ class Residency:
 
     @classmethod
     def take(cls, index: Index, pool: SlotPool, keys: Sequence[Key]) -> Residency:
-        """Look up `keys`; `pool` is that of the warmest tier. Raises `CacheError` for a key that is not bytes."""
+        """Look up `keys`; `pool` is that of the host tier. Raises `CacheError` for a key that is not bytes."""
         at = index.key.find_all(keys)
         reachable = u8_view(index.reachable)[at] != 0
         found = np.where(reachable, np.where(index.are_ready(at, 0), _WARMEST, _COLDER), _IN_FLIGHT)
         found[at == ROOT] = _ABSENT
         if (found == _WARMEST).all():
-            return cls(keys, [Presence.WARMEST] * len(keys), at, index, pool, index.removed)
+            return cls(keys, [Presence.HOST] * len(keys), at, index, pool, index.removed)
         return cls(keys, [_PRESENCES[each] for each in found.tolist()], at, index, pool, index.removed)
 
 

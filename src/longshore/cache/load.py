@@ -1,4 +1,4 @@
-"""Loads onto the device, and prefetches of leased chunks into the warmest tier while their request is queued.
+"""Loads onto the device, and prefetches of leased chunks into the host tier while their request is queued.
 
 prefetch policy   the request waits                     reads are cancelled
 best effort       not at all                            when the lease is released, or after `load_timeout`
@@ -7,7 +7,7 @@ timeout           the same, at most `timeout` seconds   when the lease is releas
 
 Where a prefetch that is waited for lacks clean room, it schedules backups. Such prefetches get room in order:
 
-    the first that lacks room    gets the room made; its chunks in the warmest tier are kept until it is over
+    the first that lacks room    gets the room made; its chunks in the host tier are kept until it is over
     those after it               schedule nothing yet
 """
 
@@ -139,7 +139,7 @@ class Loader:
         is_first: bool,
         count: bool = True,
     ) -> tuple[int, int, Addresses]:
-        """Begin a job that reads `keys`, distinct chunks at the nodes `at`, ready in the warmest tier: a use of each.
+        """Begin a job that reads `keys`, distinct chunks at the nodes `at`, ready in the host tier: a use of each.
 
         The engine carries it out itself. Returns the job, their number, and the slots, which are not written before the
         job has ended. When it ends, each chunk is a hit or a miss. `is_first`: they are of the first group. Unless
@@ -264,7 +264,7 @@ class Prefetcher:
         return policy, timeout_of(timeout, settings.prefetch_timeout if timed else settings.load_timeout)
 
     def prefetch(self, record: LeaseRecord, policy: PrefetchPolicy, longest: float) -> Wait:
-        """Prefetch the chunks of `record` that are not in the warmest tier; ends the wait of an earlier prefetch."""
+        """Prefetch the chunks of `record` that are not in the host tier; ends the wait of an earlier prefetch."""
         blocks_request = policy is not PrefetchPolicy.BEST_EFFORT
         former, wait = (
             record.prefetch,
@@ -298,7 +298,7 @@ class Prefetcher:
     def proceed(self) -> None:
         """Order reads of queued prefetches for which room was made; end waits for which no room can be made.
 
-        Does nothing unless the queue or the cache has changed. The chunks in the warmest tier of the first prefetch
+        Does nothing unless the queue or the cache has changed. The chunks in the host tier of the first prefetch
         that lacks room, and of those before it, are not evicted.
         """
         for number in [number for number, (_, wait) in self.queue.items() if self._transfers.now >= wait.deadline]:
@@ -325,7 +325,7 @@ class Prefetcher:
             state.retain_in_host(kept)
 
     def is_waiting(self, record: LeaseRecord) -> bool:
-        """Whether the request of `record` has to wait for more chunks in the warmest tier."""
+        """Whether the request of `record` has to wait for more chunks in the host tier."""
         wait, index = record.prefetch, self._state.index
         if (
             wait is None
@@ -336,7 +336,7 @@ class Prefetcher:
         return bool(wait.jobs) or not all(index.is_ready(node, 0) for node in record.nodes(index))
 
     def _path(self, record: LeaseRecord) -> list[int]:
-        """The nodes of the leased chunks, at most as many as fit in the warmest tier."""
+        """The nodes of the leased chunks, at most as many as fit in the host tier."""
         return record.nodes(self._state.index)[: self._state.total_room(0)]
 
     def _schedule(self, record: LeaseRecord, wait: Wait, *, waits_its_turn: bool = False) -> None:

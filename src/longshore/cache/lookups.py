@@ -159,7 +159,7 @@ class Leases:
                 self._state.remove_ref(ref)
 
     def protect(self, at: npt.NDArray[np.int32]) -> None:
-        """Protect the nodes `at` from eviction until `end_step`, those in the warmest tier in that tier."""
+        """Protect the nodes `at` from eviction until `end_step`, those in the host tier in that tier."""
         seen = u8_view(self._state.protected)
         fresh = unique(at[seen[at] == 0])
         seen[fresh] = 1
@@ -423,7 +423,7 @@ class Lookups:
         return self._remote.fetch(keys, end, nodes, size_class, self._transfers.now + longest)
 
     def warm(self, keys: Sequence[Key] | Residency, group: int) -> tuple[Sequence[Key], I32]:
-        """Keys and nodes of chunks of `group`. Raises `CacheError` unless all are ready in the warmest tier."""
+        """Keys and nodes of chunks of `group`. Raises `CacheError` unless all are ready in the host tier."""
         index = self._state.index
         mine, at = nodes_of(index, keys)
         if not len(at):
@@ -434,7 +434,8 @@ class Lookups:
             raise CacheError(f"{len(lacking)} of {len(at)} chunks are not ready in any tier, the first is {name}")
         self._check_chunks(group, at)
         if not index.are_ready(at, 0).all():
-            raise CacheError(f"not all of {len(at)} chunks are ready in the warmest tier: prefetch them first")
+            name = self._state.tier_names[0]
+            raise CacheError(f"not all of {len(at)} chunks are ready in the {name} tier: prefetch them first")
         return mine, at
 
     # ------------------------------------------------------------------ all groups

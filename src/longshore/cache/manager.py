@@ -63,8 +63,8 @@ from longshore.errors import CacheError
 class TieredCache:
     """The control plane of one engine: an index over `tiers`, warmest first, below the engine's own device cache.
 
-    Calls name chunks by `Mapping`s from the number of a KV cache group to `GroupKeys`. Times are seconds.
-    Invalid arguments raise `CacheError`. A `Runtime` records the last calls that change it (`runtime.error_handler`).
+    The first one, host memory or, with GPUDirect Storage, files, is called the host tier. Calls name chunks by
+    `GroupKeys`, by KV cache group. Times are seconds. Invalid arguments raise `CacheError`.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class TieredCache:
 
     @property
     def backups_needed(self) -> int:
-        """Number of chunks of the warmest tier that are to be copied down."""
+        """Number of chunks of the host tier that are to be copied down."""
         return self._state.backlog.counts[0]
 
     @property
@@ -190,7 +190,7 @@ class TieredCache:
         policy: PrefetchPolicy | None = None,
         timeout: float | None = None,
     ) -> tuple[int, ...]:
-        """Copy chunks into the warmest tier while their request waits; returns the first jobs, possibly none.
+        """Copy chunks into the host tier while their request waits; returns the first jobs, possibly none.
 
         Of a lease: its chunks that only colder tiers have. `progress` says when the request may go on: by `policy`,
         `settings.prefetch` if `None`, and after `timeout` seconds, which only `TIMEOUT` has. No dirty chunk is evicted
@@ -232,7 +232,7 @@ class TieredCache:
         """Load chunks onto the device, by group, as far as the host tier has room now. A lease serves one load.
 
         Args:
-            what: A lease of a lookup; or chunks that are ready in the warmest tier, which the engine reads itself:
+            what: A lease of a lookup; or chunks that are ready in the host tier, which the engine reads itself:
                 their slots are not written until every rank has reported the job, or it was released; or device
                 blocks to copy.
             blocks: Device blocks, by group, in logical order; `None` if the engine moves the bytes. For a lease on one

@@ -8,7 +8,7 @@ No call waits for an answer. A lookup uses the answers known; the engine may rep
 Admission. How full a store is, and what it removes for a new chunk, is not known. That a chunk which was stored is
 absent says that the store is full, and for how many requests it keeps a chunk that is not read. From then on, it gets
 chunks that are expected to bring, for their time, at least the hits of an average chunk of that age, by the tables of
-the warmest tier. Others are offered again when they are used again.
+the host tier. Others are offered again when they are used again.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ class RemoteTiers:
         """Callers skip all other methods if there is none."""
         self._seen = [OfferFilter(rule.threshold, OFFER_FILTER_SIZE) if rule.selective else None for rule in rules]
         self._late = [rule.policy is WritePolicy.BACK for rule in rules]
-        """Which tiers get what is about to be evicted from the warmest, and nothing else."""
+        """Which tiers get what is about to be evicted from the host tier, and nothing else."""
         self._queues: list[deque[Key]] = [deque() for _ in tiers]
         """Chunks to store in each tier, heads first."""
         self._in_flight: dict[int, tuple[RemoteKeys, Job]] = {}
@@ -384,7 +384,7 @@ class RemoteTiers:
     def _admitted(self, at: int, keys: list[Key]) -> list[Key]:
         """Those of `keys`, heads first, that promise no less than what the tier removes for them; counts the others.
 
-        After a chunk that is left out, or is not in the warmest tier, none is admitted.
+        After a chunk that is left out, or is not in the host tier, none is admitted.
         """
         tier, index, policy = self.tiers[at], self._state.index, self._state.policies[0]
         if not keys or tier.keeps is None or not self._refuses(at):
@@ -407,7 +407,7 @@ class RemoteTiers:
         return is_on and self.tiers[at].keeps is not None
 
     def _leaving(self, arrived: int) -> list[Key]:
-        """What the warmest tier would evict for twice as many chunks as have `arrived`."""
+        """What the host tier would evict for twice as many chunks as have `arrived`."""
         state = self._state
         lacking = min(2 * arrived - state.pools[0].room(), _MOST_AHEAD)
         return [state.index.key[node] for node in state.policies[0].next_victims(lacking)] if lacking > 0 else []
@@ -433,12 +433,12 @@ class RemoteTiers:
                 self._store_some(tier, [queue.popleft() for _ in range(count)])
 
     def _store_some(self, tier: RemoteKeys, keys: Sequence[Key]) -> None:
-        """Order a store of those of `keys` that are in the warmest tier, and not known to be in the remote one."""
+        """Order a store of those of `keys` that are in the host tier, and not known to be in the remote one."""
         index, pool = self._state.index, self._state.pools[0]
         # A chunk that was found missing may have been queued twice.
         wanted = [key for key in dict.fromkeys(keys) if not tier.has(key)]
         nodes = [node for node in index.find(wanted) if index.depth[node] >= 0 and index.is_ready(node, 0)]
-        if len(nodes) < len(wanted):  # evicted from the warmest tier since, or orphans
+        if len(nodes) < len(wanted):  # evicted from the host tier since, or orphans
             here = set(index.key[nodes].tolist())
             gone = [key for key in wanted if key not in here]
             tier.unmark_sent(gone)

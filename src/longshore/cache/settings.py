@@ -231,7 +231,7 @@ class CacheSettings:
             is of several groups.
         partial: Whether the tokens of chunks that `store` gets are kept, for partial matches. Requires `groups`.
         ranks: How many ranks hold a part of each image, and report each job.
-        offload: Write policy device -> warmest tier.
+        offload: Write policy device -> host tier.
         backup: Write policy of each tier -> the next colder one.
         threshold: Offers or uses of a chunk before a selective write policy copies it.
         into: Write rules of routes with other rules, by name of the destination tier.
@@ -305,7 +305,7 @@ class CacheSettings:
     def rules(self, tiers: Sequence[str], remote: Sequence[str] = ()) -> tuple[WriteRule, ...]:
         """The write rule of the route into each of `tiers`, warmest first, and into each of the `remote` ones.
 
-        Write-back into a remote tier is a copy of what is about to be evicted from the warmest, as far as there is
+        Write-back into a remote tier is a copy of what is about to be evicted from the host tier, as far as there is
         time: what a remote tier has cannot be counted on, so nothing waits for the copy.
         """
         names = [*tiers, *remote]

@@ -181,7 +181,7 @@ class CacheState:
     # ------------------------------------------------------------------ arrivals
 
     def allocate(self, keys: Sequence[Key], before: Key | None, job: int, size_class: int) -> list[int]:
-        """Slots of the warmest tier for `keys`, which follow the key `before` and are in no tier, for `job` to fill.
+        """Slots of the host tier for `keys`, which follow the key `before` and are in no tier, for `job` to fill.
 
         The caller has made room for `size_class`, and asked `Index.follow` about the keys.
         """

@@ -2,7 +2,7 @@
 
 A job has ended when every rank has reported it. An item has succeeded if it did on all ranks.
 
-`Waits` holds which requests wait for reads into the warmest tier, and until when.
+`Waits` holds which requests wait for reads into the host tier, and until when.
 
     request 1 ── until 10.0 ──┐
     request 2 ── until 14.5 ──┴──► job 7        cancelled when no request waits for it any more
@@ -59,7 +59,7 @@ class Load:
         is_whole: Whether the load counts only if all its chunks arrive. Any other counts up to the first missing one.
         requests: The requested keys, by name of the request.
         of_first: How many of these keys are of the first group.
-        sources: For each scheduled chunk, the tier that it is read from, or was read from into the warmest tier before.
+        sources: For each scheduled chunk, the tier that it is read from, or was read from into the host tier before.
         not_scheduled: For each chunk that was not scheduled, which are the last ones, why.
         parts: The jobs that copy it.
         outcome: What has arrived, once the load has ended.
@@ -284,7 +284,7 @@ class Transfers:
         return self._last_id
 
     def join(self, wait: Wait, slots: Sequence[int]) -> tuple[int, ...]:
-        """Have `wait` wait for the jobs that fill these slots of the warmest tier; returns the jobs."""
+        """Have `wait` wait for the jobs that fill these slots of the host tier; returns the jobs."""
         writer = self.state.pools[0].writer
         jobs = tuple(dict.fromkeys(writer[slot] for slot in slots if slot in writer)) if writer else ()
         self.waits.join(wait, [self.jobs[job] for job in jobs])

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 PIN_SHARE = 0.25
-"""Of the slots of the warmest tier."""
+"""Of the slots of the host tier."""
 
 _AT_ONCE = 1024
 """Chunks that `clear` evicts before it lets others have the cache."""
@@ -201,7 +201,7 @@ class Commands:
                 names = [tier.name for tier in cache.stats()]
                 stores = found.remote_sources.get(group.number) or [""] * len(keys)
                 colder = names[1] if len(names) == 2 else "colder"
-                place = {Presence.WARMEST: names[0], Presence.COLDER: colder, Presence.IN_FLIGHT: "in flight"}
+                place = {Presence.HOST: names[0], Presence.COLDER: colder, Presence.IN_FLIGHT: "in flight"}
                 presences = found.residency[group.number].presences
                 where = [place.get(each, store) for each, store in zip(presences, stores, strict=True)]
                 leading = list(takewhile(bool, where))
@@ -221,7 +221,7 @@ class Commands:
             there = list[list[bool]]()
             for group, keys in zip(self._groups, paths, strict=True):
                 found = _residency(caches[group.runtime], group, keys).residency[group.number]
-                there.append([each in (Presence.WARMEST, Presence.COLDER) for each in found.presences])
+                there.append([each in (Presence.HOST, Presence.COLDER) for each in found.presences])
             tokens = self._served(there)
             if not tokens:
                 return {"chunks": asked, "pinned": 0}

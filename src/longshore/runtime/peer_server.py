@@ -54,7 +54,7 @@ _PARTS = 512
 """Pieces of memory that one system call sends, at most: each value is three of them."""
 _SEND_BYTES = 256 << 10
 """Bytes of images after which what is ready is sent: the client receives while the next checksums are computed."""
-_THERE = (Presence.WARMEST, Presence.COLDER)
+_THERE = (Presence.HOST, Presence.COLDER)
 _WORDS, _WORD_BYTES, _LINE_BYTES = 4, 512, 16
 _ADDRESS = re.compile(rb"ls1/([0-9a-f]{64})/([0-9a-f]{64})")
 _COMMAND = re.compile(
@@ -128,7 +128,7 @@ class TierSource:
                     names = {key: each for each in addresses if (key := self._key(each, namespace)) is not None}
                     seen = self._seen(cache, list(names))
                     if was_read or Presence.COLDER not in seen.presences:
-                        is_ready = [each is Presence.WARMEST for each in seen.presences]
+                        is_ready = [each is Presence.HOST for each in seen.presences]
                         ready = list(compress(names, is_ready))
                         if not ready:
                             return {}

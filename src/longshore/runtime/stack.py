@@ -141,7 +141,7 @@ class Stack:
         """Fill device `blocks` with the leading chunks of what `found` leases of `path`; the tier that each came from.
 
         `origins` are the tiers that chunks were brought up from for this prompt before, by key.
-        If the missing chunks exceed half of the warmest tier, or it has too many chunks without a backup, they are
+        If the missing chunks exceed half of the host tier, or it has too many chunks without a backup, they are
         loaded in parts of that size, and backups make room before each part. All ends within `load_timeout`, and what
         has arrived by then counts. The caller releases the lease. `on_job` is called with each job and the blocks that
         it fills: a job may still run when this returns. The first of the blocks is sub-block `skip` of its chunk.
@@ -161,7 +161,7 @@ class Stack:
     ) -> Callable[[], list[str]]:
         """Begin `load_path`; the function that is returned waits for it, and returns the tiers.
 
-        Copies from the warmest tier begin now. If chunks are in colder tiers, all copies begin when that is called.
+        Copies from the host tier begin now. If chunks are in colder tiers, all copies begin when that is called.
         """
         lease, per_chunk, timeout = found.lease, self.config.blocks_per_chunk, self.config.load_timeout
         if lease is None:
@@ -224,7 +224,7 @@ class Stack:
     ) -> int:
         """Store chunks of a path as `TieredCache.store` does; how long a prefix is stored, or being stored, then.
 
-        With `timeout`, in seconds, they are offered in parts of half of the warmest tier, and room that is being made
+        With `timeout`, in seconds, they are offered in parts of half of the host tier, and room that is being made
         for a part is waited for. `on_job` is told which of the `blocks` each job reads.
         """
         runtime, per_chunk, names = self.runtime, self.config.blocks_per_chunk, path.keys
@@ -248,9 +248,9 @@ class Stack:
 
     @property
     def _part(self) -> int:
-        """How many chunks pass through the warmest tier at a time, if not all fit: half of its slots."""
-        warmest = self.file if self.host is None else self.host
-        return 1 if warmest is None else max(1, warmest.slabs.indices // 2)
+        """How many chunks pass through the host tier at a time, if not all fit: half of its slots."""
+        tier = self.file if self.host is None else self.host
+        return 1 if tier is None else max(1, tier.slabs.indices // 2)
 
     def _order_load(
         self, lease: Lease, blocks: Sequence[int], skip: int, on_job: JobCallback, origins: Origins, timeout: float

@@ -208,7 +208,7 @@ class PoolTiers:
         with self.runtime.batch() as cache:
             asked = {0: GroupKeys(digests(names))}
             here = cache.lookup(asked, self.runtime.clock(), protect=Protection.NONE, independent=True).residency[0]
-        return [each in (Presence.WARMEST, Presence.COLDER) for each in here.presences]
+        return [each in (Presence.HOST, Presence.COLDER) for each in here.presences]
 
     @with_fallback(lambda self, names, indices: 0, expected=(LongshoreError,))
     def load(self, names: Sequence[str], indices: torch.Tensor) -> int:

@@ -260,7 +260,7 @@ def _ready(cache: TieredCache, paths: Paths) -> tuple[dict[int, Residency], list
     ready, rest = dict[int, Residency](), list[tuple[int, Key]]()
     for group, keys in paths.items():
         seen = keys if isinstance(keys, Residency) else residency(cache, keys)
-        lead = takewhile(lambda presence: presence is Presence.WARMEST, () if rest else seen.presences)
+        lead = takewhile(lambda presence: presence is Presence.HOST, () if rest else seen.presences)
         count = len(list(lead))
         if count:
             ready[group] = seen.part(0, count)
@@ -268,7 +268,7 @@ def _ready(cache: TieredCache, paths: Paths) -> tuple[dict[int, Residency], list
     return ready, rest
 
 
-_TIER = {Presence.WARMEST: HOST, Presence.IN_FLIGHT: HOST, Presence.COLDER: FILE, Presence.ABSENT: ""}
+_TIER = {Presence.HOST: HOST, Presence.IN_FLIGHT: HOST, Presence.COLDER: FILE, Presence.ABSENT: ""}
 
 
 def tiers_of(found: Sequence[Presence]) -> list[str]:

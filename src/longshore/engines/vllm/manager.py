@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
 STEP = Protection.STEP
-_IN_A_TIER = (Presence.WARMEST, Presence.COLDER)
+_IN_A_TIER = (Presence.HOST, Presence.COLDER)
 LOAD = Route(HOST, DEVICE)
 _HIT_SOURCES = {HOST: CacheHitSource.HOST, FILE: CacheHitSource.DISK}
 WHOLE_PATHS = RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
@@ -448,10 +448,10 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         found = [Presence.IN_FLIGHT if at in coming else each for at, each in enumerate(found)] if coming else found
         self._count_misses(request, found, key, timed_out=timed_out, was_prefetched=was_prefetched, stalled=stalled)
         request.answers = dict.fromkeys(asked, HIT)
-        if found.count(Presence.WARMEST) == len(found):
+        if found.count(Presence.HOST) == len(found):
             return HIT
         for each, presence in zip(request.asked_keys, found, strict=True):
-            if presence is Presence.WARMEST:
+            if presence is Presence.HOST:
                 continue
             waits = presence is Presence.IN_FLIGHT and not timed_out and not stalled
             # A chunk that was prefetched for this request and evicted again would be so each time.
@@ -491,7 +491,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     def _report_hits_in_parts(
         self, request: RequestState, ends: Mapping[OffloadKey, int], found: Sequence[Presence], first: OffloadKey
     ) -> Sequence[Presence]:
-        """`found`; chunks in colder tiers are `WARMEST` if more chunks are in tiers than host memory has slots.
+        """`found`; chunks in colder tiers are `HOST` if more chunks are in tiers than host memory has slots.
 
         vLLM looks up the chunk `first`. Such a load has parts.
         """
@@ -502,7 +502,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         cold = {key for (key, end), each in found_by_key if each is Presence.COLDER and end <= limit}
         request.loads_in_parts = True
         request.origins.update(dict.fromkeys(cold, FILE))
-        return [Presence.WARMEST if key in cold else each for (key, _), each in found_by_key]
+        return [Presence.HOST if key in cold else each for (key, _), each in found_by_key]
 
     def _count_misses(
         self,

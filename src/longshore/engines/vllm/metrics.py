@@ -97,9 +97,9 @@ class OffloadingMetrics:
         does not wait; nor does one for chunks that were prefetched for it and evicted again (`was_prefetched`), nor any
         while the file tier is `stalled`.
         """
-        if found.count(Presence.WARMEST) == len(found):
+        if found.count(Presence.HOST) == len(found):
             return Counter()
-        first = next(i for i, presence in enumerate(found) if presence is not Presence.WARMEST)
+        first = next(i for i, presence in enumerate(found) if presence is not Presence.HOST)
         reason = MissReason.ABSENT
         if found[first] is not Presence.ABSENT:
             if not timed_out and not stalled and not (was_prefetched and found[first] is Presence.COLDER):
