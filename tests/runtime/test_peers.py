@@ -367,7 +367,7 @@ def test_other_weights_are_not_served_under_an_old_name(prefiller: Stack, serve:
     source = TierSource(prefiller.runtime, prefiller.host, lambda: next(names, bytes(32)))
     name = address(prefiller.scope.digest, KEYS[0])
     assert source.lengths([name]) == [VALUE]
-    with source.held([name]) as (value,):
+    with source.leased([name]) as (value,):
         assert value is None
 
 
@@ -394,7 +394,7 @@ def test_a_read_that_fails_keeps_no_slot(
     source = TierSource(prefiller.runtime, prefiller.host, lambda: prefiller.scope.digest)
     monkeypatch.setattr(prefiller.runtime, "_pump", faulty)
     faults.append(OSError("a mover"))
-    with pytest.raises(OSError, match="a mover"), source.held([address(prefiller.scope.digest, KEYS[0])]):
+    with pytest.raises(OSError, match="a mover"), source.leased([address(prefiller.scope.digest, KEYS[0])]):
         pass
     assert not faults
 
@@ -436,11 +436,11 @@ def test_a_file_without_room_above_is_absent(prefiller: Stack, serve: Serve) -> 
         leased = [bytes([turn]) * 32 for turn in range(64)]
         blocks = cache.store({0: GroupKeys(leased)})[0]  # slots that the engine fills itself, and does not
         assert blocks.job is not None
-    with source.held([address(prefiller.scope.digest, KEYS[2])]) as (value,):
+    with source.leased([address(prefiller.scope.digest, KEYS[2])]) as (value,):
         assert value is None
     with prefiller.runtime.batch() as cache:
         cache.release(blocks.job)
-    with source.held([address(prefiller.scope.digest, KEYS[2])]) as (value,):
+    with source.leased([address(prefiller.scope.digest, KEYS[2])]) as (value,):
         assert value is not None
 
 
@@ -552,7 +552,7 @@ def test_a_slot_is_not_written_while_it_is_sent(prefiller: Stack, serve: Serve) 
     assert prefiller.host is not None
     source = TierSource(prefiller.runtime, prefiller.host, lambda: prefiller.scope.digest)
     name = address(prefiller.scope.digest, KEYS[0])
-    with source.held([name]) as (value,):
+    with source.leased([name]) as (value,):
         assert value is not None
         before = bytes(value[1])
         with prefiller.runtime.batch() as cache:

@@ -64,7 +64,7 @@ class Loader:
 
     def load(
         self,
-        part: LeasedChunks,
+        chunks: LeasedChunks,
         blocks: Sequence[int],
         skip: int,
         *,
@@ -78,10 +78,10 @@ class Loader:
         after `timeout` seconds.
         """
         state, per_chunk = self._state, self._transfers.settings.blocks_per_chunk
-        keys, tail, held = part.keys[: -(-(skip + len(blocks)) // per_chunk)], part.refs[0].node, len(part.keys)
-        first_block = part.positions[0] * per_chunk + skip
+        keys, tail, leased = chunks.keys[: -(-(skip + len(blocks)) // per_chunk)], chunks.refs[0].node, len(chunks.keys)
+        first_block = chunks.positions[0] * per_chunk + skip
         load, wait = self._begin(timeout)
-        path = state.index.path(tail, held)[held - len(keys) :][::-1] if tail else state.index.reachable_nodes(keys)
+        path = state.index.path(tail, leased)[leased - len(keys) :][::-1] if tail else state.index.reachable_nodes(keys)
         tiers, slots, warm = self._claim(load, path, keys)
         path = path[: len(tiers)]
         load.not_scheduled += [state.miss_reason(key) for key in keys[len(path) + len(load.not_scheduled) :]]
@@ -92,7 +92,7 @@ class Loader:
             batch = Batch(path[here], keys[here], parents, tiers[here], slots[here], warm=end <= warm)
             above = keys[end - 1]
             taken = min(len(blocks), len(batch.nodes) * per_chunk - first_block % per_chunk)
-            sections = (Section(part.group, first_block, tuple(blocks[:taken])),)
+            sections = (Section(chunks.group, first_block, tuple(blocks[:taken])),)
             last = tokens if end == len(keys) else None
             self._schedule_batch(load, wait, batch, sections, by_layer=by_layer, tokens=last)
             blocks, first_block = blocks[taken:], first_block + taken
@@ -222,7 +222,7 @@ class Loader:
                 for i, slot in zip(chosen, job.destination.slots if job.destination else (), strict=True):
                     warm[i] = slot
                     self._state.pools[0].readers[slot] += 1
-        load.parts.append(
+        load.jobs.append(
             self._transfers.schedule(
                 self._transfers.new_id(),
                 batch.keys,

@@ -81,7 +81,7 @@ class LeasedChunks:
 class LeaseRecord:
     """What the control plane knows of a lease: the leased chunks, of one or several groups, its load and prefetch."""
 
-    parts: Sequence[LeasedChunks]
+    groups: Sequence[LeasedChunks]
     request: str | None
     request_number: int
     is_multi_group: bool = field(kw_only=True)
@@ -91,11 +91,11 @@ class LeaseRecord:
     @property
     def keys(self) -> list[Key]:
         """The keys of all groups, one group after the other."""
-        return [key for part in self.parts for key in part.keys]
+        return [key for chunks in self.groups for key in chunks.keys]
 
     def nodes(self, index: Index) -> list[int]:
         """The nodes of all groups, of each up to the first one that was removed."""
-        return [node for part in self.parts for node in part.nodes(index)]
+        return [node for chunks in self.groups for node in chunks.nodes(index)]
 
 
 class Leases:
@@ -120,11 +120,11 @@ class Leases:
         return iter(self._records.values())
 
     def take(
-        self, identity: int, parts: Sequence[LeasedChunks], request: str | None, *, is_multi_group: bool = False
+        self, identity: int, groups: Sequence[LeasedChunks], request: str | None, *, is_multi_group: bool = False
     ) -> Lease:
-        """A new lease on `parts`, whose nodes are referenced."""
+        """A new lease on `groups`, whose nodes are referenced."""
         self._records[identity] = LeaseRecord(
-            parts, request, self._state.current_request, is_multi_group=is_multi_group
+            groups, request, self._state.current_request, is_multi_group=is_multi_group
         )
         return Lease(identity)
 
@@ -138,7 +138,7 @@ class Leases:
     def to_load(self, lease: Lease) -> LeaseRecord:
         """The record of `lease`, to load it. Raises `LeaseError` if it was loaded, or is of single chunks."""
         record = self.get(lease)
-        if not record.is_multi_group and record.parts[0].independent:
+        if not record.is_multi_group and record.groups[0].independent:
             raise LeaseError(f"lease {lease.id} is of single chunks, not of a path: load these by their keys")
         if record.load is not None:
             raise LeaseError(f"lease {lease.id} was loaded before; a lease serves one load")
@@ -148,14 +148,14 @@ class Leases:
         """Remove `lease`, and record a use of its chunks by its request."""
         record = self._records.pop(lease.id)
         self._state.set_request(record.request_number)
-        for part in record.parts:
-            nodes = [node for ref in part.refs if (node := ref.node)]
-            if part.independent:
+        for chunks in record.groups:
+            nodes = [node for ref in chunks.refs if (node := ref.node)]
+            if chunks.independent:
                 self._state.windows.serve(nodes)
             elif nodes:
-                nodes = self._state.index.path(nodes[0], part.positions[-1] - part.positions[0] + 1)
-            self._state.touch(nodes if not part.independent else nodes[::-1])
-            for ref in part.refs:
+                nodes = self._state.index.path(nodes[0], chunks.positions[-1] - chunks.positions[0] + 1)
+            self._state.touch(nodes if not chunks.independent else nodes[::-1])
+            for ref in chunks.refs:
                 self._state.remove_ref(ref)
 
     def protect(self, at: npt.NDArray[np.int32]) -> None:
@@ -184,8 +184,8 @@ class Leases:
 
     def check_integrity(self) -> None:
         """Raise `CacheError` unless all references are those of leases, and all marks those of protected nodes."""
-        held = [ref for record in self for part in record.parts for ref in part.refs]
-        ours = {ref for ref in held if ref.node}
+        refs = [ref for record in self for chunks in record.groups for ref in chunks.refs]
+        ours = {ref for ref in refs if ref.node}
         theirs = {ref for refs in self._state.refs.values() for ref in refs}
         if ours != theirs:
             raise CacheError(f"the index has {len(theirs)} references to nodes, the leases have {len(ours)}")
@@ -349,8 +349,8 @@ class Lookups:
             if self._remote.tiers:
                 self._remote.found(keys[start:end])
             refs = (self._state.add_ref(index.get(leased[-1])),)
-            held = LeasedChunks(leased, range(start, start + len(leased)), refs, group)
-            lease = self._leases.take(self._transfers.new_id(), (held,), call.request)
+            chunks = LeasedChunks(leased, range(start, start + len(leased)), refs, group)
+            lease = self._leases.take(self._transfers.new_id(), (chunks,), call.request)
         return LookupResult(
             lease,
             end - start,
@@ -365,13 +365,13 @@ class Lookups:
         """`TieredCache.lookup` with `independent`, which asks the remote `tiers`."""
         if any(path.start or path.device is not None for path in paths.values()):
             raise CacheError("expected no `start` and no `device` in a lookup with `independent`")
-        index, parts = self._state.index, list[tuple[int, Residency, list[int]]]()
+        index, ready = self._state.index, list[tuple[int, Residency, list[int]]]()
         found = {group: Residency.take(index, self._state.pools[0], path.keys) for group, path in paths.items()}
         if call.protect is Protection.LEASE:
             for group, here in found.items():
                 there = np.flatnonzero(index.are_reachable(here.at)).tolist()
                 self._check_chunks(group, here.at[there])
-                parts.append((group, here, there))
+                ready.append((group, here, there))
         self._advance(call.now)
         if call.protect is Protection.NONE:
             probes = self._remote.ask([key for here in found.values() for key in here.keys], tiers) if tiers else ()
@@ -390,7 +390,7 @@ class Lookups:
             for here in found.values():
                 self._leases.protect(here.at[index.are_reachable(here.at)])
             return LookupResult(request_number=request_number, residency=found)
-        held = [
+        leased = [
             LeasedChunks(
                 [here.keys[position] for position in there],
                 there,
@@ -398,11 +398,13 @@ class Lookups:
                 group,
                 independent=True,
             )
-            for group, here, there in parts
+            for group, here, there in ready
             if there
         ]
-        lease = self._leases.take(self._transfers.new_id(), held, call.request) if held else None
-        return LookupResult(lease, sum(len(part.keys) for part in held), request_number=request_number, residency=found)
+        lease = self._leases.take(self._transfers.new_id(), leased, call.request) if leased else None
+        return LookupResult(
+            lease, sum(len(each.keys) for each in leased), request_number=request_number, residency=found
+        )
 
     def fetch(self, group: int, path: GroupKeys, now: float, longest: float) -> tuple[int, ...]:
         """Read chunks after the ready prefix of `path` from remote tiers that have them, for at most `longest`
@@ -463,24 +465,27 @@ class Lookups:
             for _, _, keys, _ in leased:
                 self._leases.protect(as_i32(state.index.find(keys)))
         elif call.protect is Protection.LEASE and leased:
-            parts = [self._hold(matches[each[0]], *each) for each in leased]
-            lease = self._leases.take(self._transfers.new_id(), parts, call.request, is_multi_group=True)
+            mine = [self._lease(matches[each[0]], *each) for each in leased]
+            lease = self._leases.take(self._transfers.new_id(), mine, call.request, is_multi_group=True)
         return LookupResult(lease, tokens=tokens, matches=matches, request_number=request_number)
 
     def sections(self, record: LeaseRecord, blocks: Sequence[Sequence[int]]) -> list[Section]:
         """The sections that load the leased chunks into `blocks`, by group. Raises `CacheError` for a wrong number."""
-        per_chunk, held = self._transfers.settings.blocks_per_chunk, {part.group: part.blocks for part in record.parts}
-        counts = [held.get(group, 0) for group in range(len(self._transfers.settings.groups))]
+        per_chunk, leased = (
+            self._transfers.settings.blocks_per_chunk,
+            {chunks.group: chunks.blocks for chunks in record.groups},
+        )
+        counts = [leased.get(group, 0) for group in range(len(self._transfers.settings.groups))]
         if [len(each) for each in blocks] != counts:
             raise CacheError(f"expected {counts} blocks for the chunks of each group, got {[len(b) for b in blocks]}")
         return [
             Section(
-                part.group,
-                part.positions[start] * per_chunk,
-                tuple(blocks[part.group][start * per_chunk : end * per_chunk]),
+                chunks.group,
+                chunks.positions[start] * per_chunk,
+                tuple(blocks[chunks.group][start * per_chunk : end * per_chunk]),
             )
-            for part in record.parts
-            for start, end in runs_of(part.positions)
+            for chunks in record.groups
+            for start, end in runs_of(chunks.positions)
         ]
 
     def _check_searches(self, both: Sequence[tuple[GroupSearch, GroupMatch]]) -> None:
@@ -510,7 +515,7 @@ class Lookups:
             asked = tuple(keys[matched.first :])
             state.log.record(EventKind.REQUEST, request=request, keys=asked, length=matched.end - matched.first)
 
-    def _hold(
+    def _lease(
         self, matched: GroupMatch, group: int, search: GroupSearch, keys: Sequence[Key], positions: Sequence[int]
     ) -> LeasedChunks:
         state, kind = self._state, search.group

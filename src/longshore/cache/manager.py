@@ -278,7 +278,7 @@ class TieredCache:
             )
             return ScheduledLoad(sum(job.num_chunks for job in jobs), jobs)
         record, longest = self._leases.to_load(what), timeout_of(timeout, self.settings.load_timeout)
-        blocks = check_blocks({} if blocks is None else blocks, [part.group for part in record.parts])
+        blocks = check_blocks({} if blocks is None else blocks, [each.group for each in record.groups])
         if record.is_multi_group:
             if skip or tokens is not None:
                 raise CacheError("expected `skip` and `tokens` only with a lease on one group")
@@ -290,20 +290,20 @@ class TieredCache:
             nodes, keys = record.nodes(self._state.index), record.keys
             record.load = self._loader.load_together(nodes, keys, sections, timeout=longest, by_layer=by_layer)
             name, load = record.request, record.load
-            load.requests = [(name and f"{name}/{part.group}", part.keys) for part in record.parts]
-            load.of_first = sum(len(part.keys) for part in record.parts if not part.group)
+            load.requests = [(name and f"{name}/{each.group}", each.keys) for each in record.groups]
+            load.of_first = sum(len(each.keys) for each in record.groups if not each.group)
             return self._scheduled(load, origins)
-        (part,), size = record.parts, self.settings.blocks_per_chunk
-        group, into = part.group, blocks.get(part.group, ())
-        chunks, leased = -(-(skip + len(into)) // size), len(part.keys)
-        if not 0 <= skip < size or not into or chunks > leased:
-            raise CacheError(f"expected blocks of {leased} chunks of {size} blocks, got {len(into)} with skip={skip}")
+        (leased,), size = record.groups, self.settings.blocks_per_chunk
+        group, into = leased.group, blocks.get(leased.group, ())
+        chunks, most = -(-(skip + len(into)) // size), len(leased.keys)
+        if not 0 <= skip < size or not into or chunks > most:
+            raise CacheError(f"expected blocks of {most} chunks of {size} blocks, got {len(into)} with skip={skip}")
         self._device.check(into)
-        self._state.check_size_class([part.refs[0].node], self.settings.size_class_of(group))
+        self._state.check_size_class([leased.refs[0].node], self.settings.size_class_of(group))
         self.settings.check_tokens(tokens, group)
         self._state.set_request(record.request_number)
-        record.load = self._loader.load(part, into, skip, timeout=longest, by_layer=by_layer, tokens=tokens)
-        record.load.requests, record.load.of_first = [(record.request, part.keys[:chunks])], 0 if group else chunks
+        record.load = self._loader.load(leased, into, skip, timeout=longest, by_layer=by_layer, tokens=tokens)
+        record.load.requests, record.load.of_first = [(record.request, leased.keys[:chunks])], 0 if group else chunks
         return self._scheduled(record.load, origins)
 
     def _copy_inside(self, copies: Mapping[int, DeviceCopy], blocks: Mapping[int, Sequence[int]]) -> ScheduledLoad:
@@ -559,9 +559,9 @@ class TieredCache:
     def _scheduled(self, load: Load, origins: Mapping[Key, str] | None) -> ScheduledLoad:
         """The jobs of `load`, whose chunks have these `origins`. A load without jobs ends at once."""
         load.sources = origins_of([key for _, keys in load.requests for key in keys], load.sources, origins)
-        if not load.parts:
+        if not load.jobs:
             self._conclude(load, MissReason.CANCELLED)
-        jobs = tuple(LoadJob(job.transfer.job, len(job.statuses)) for job in load.parts)
+        jobs = tuple(LoadJob(job.transfer.job, len(job.statuses)) for job in load.jobs)
         return ScheduledLoad(sum(job.num_chunks for job in jobs), jobs)
 
     def _proceed(self) -> None:

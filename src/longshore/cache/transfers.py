@@ -51,7 +51,7 @@ from longshore.errors import CacheError, JobError
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """The load of a lease onto the device, in parts, and their progress.
+    """The load of a lease onto the device by one or several jobs, and their progress.
 
     Attributes:
         wait: Number of the wait for the load.
@@ -61,7 +61,7 @@ class Load:
         of_first: How many of these keys are of the first group.
         sources: For each scheduled chunk, the tier that it is read from, or was read from into the host tier before.
         not_scheduled: For each chunk that was not scheduled, which are the last ones, why.
-        parts: The jobs that copy it.
+        jobs: The jobs that copy it.
         outcome: What has arrived, once the load has ended.
     """
 
@@ -72,23 +72,23 @@ class Load:
     of_first: int = 0
     sources: list[str] = field(default_factory=list)
     not_scheduled: list[MissReason] = field(default_factory=list)
-    parts: list[Job] = field(default_factory=list)
+    jobs: list[Job] = field(default_factory=list)
     outcome: Outcome | None = None
 
     @property
     def pending(self) -> list[Job]:
-        """Parts that have not ended."""
-        return [job for job in self.parts if job.pending_ranks]
+        """Jobs that have not ended."""
+        return [job for job in self.jobs if job.pending_ranks]
 
     def conclude(self, unfinished: MissReason) -> list[MissReason]:
         """Set the outcome: the chunks that have arrived. Returns the misses; pending chunks count as `unfinished`."""
-        lead = next((i for i, job in enumerate(self.parts) if not job.arrived), len(self.parts))
-        if self.is_whole and lead < len(self.parts):
+        lead = next((i for i, job in enumerate(self.jobs) if not job.arrived), len(self.jobs))
+        if self.is_whole and lead < len(self.jobs):
             lead = 0
-        arrived = sum(len(job.statuses) for job in self.parts[:lead])
+        arrived = sum(len(job.statuses) for job in self.jobs[:lead])
         misses: list[MissReason] = []
         has_failed = False
-        for reason in self._reasons(self.parts[lead:], unfinished):
+        for reason in self._reasons(self.jobs[lead:], unfinished):
             if reason is None and not has_failed and not self.is_whole:
                 arrived += 1
             elif reason is None or (has_failed and reason is MissReason.CANCELLED):
@@ -106,8 +106,8 @@ class Load:
         return misses
 
     @staticmethod
-    def _reasons(parts: Sequence[Job], unfinished: MissReason) -> Iterator[MissReason | None]:
-        for job in parts:
+    def _reasons(jobs: Sequence[Job], unfinished: MissReason) -> Iterator[MissReason | None]:
+        for job in jobs:
             for status in job.statuses:
                 if job.pending_ranks:
                     yield unfinished

@@ -84,7 +84,7 @@ class TierSource:
         self._is_coming = is_coming
         self._bytes = host.slabs.image_bytes[0]
         self.at_once = max(1, min(_AT_ONCE // self._bytes, _PARTS // 3))
-        """Values that are held together, at most."""
+        """Values that are leased together, at most."""
         self._request_number: int | None = None
         """Of all reads for peers: they are no requests of this engine."""
 
@@ -98,24 +98,24 @@ class TierSource:
             return [0 if key is None else self._length(key, where[key]) for key in keys]
 
     @contextlib.contextmanager
-    def held(self, addresses: Sequence[bytes]) -> Iterator[Iterable[tuple[bytes, memoryview] | None]]:
+    def leased(self, addresses: Sequence[bytes]) -> Iterator[Iterable[tuple[bytes, memoryview] | None]]:
         """Header and image of each value, whose slots are not written meanwhile; `None` for one that is not there.
 
         A checksum is computed when its value is taken: the image is in the core's cache when it is sent.
         """
         with contextlib.ExitStack() as undo:
-            slots = self._hold(addresses, undo)
+            slots = self._lease(addresses, undo)
             yield (self._value(*slots[each]) if each in slots else None for each in addresses)
 
-    def _release(self, held: int | Lease) -> None:
+    def _release(self, what: int | Lease) -> None:
         with self._runtime.batch() as cache:
-            cache.release(held)
+            cache.release(what)
 
     def _value(self, slot: int, identity: Identity) -> tuple[bytes, memoryview]:
         image = self._host.arena.view(self._host.slabs.offset(0, slot), self._bytes)
         return pack_header(identity, image), image
 
-    def _hold(self, addresses: Sequence[bytes], undo: contextlib.ExitStack) -> dict[bytes, tuple[int, Identity]]:
+    def _lease(self, addresses: Sequence[bytes], undo: contextlib.ExitStack) -> dict[bytes, tuple[int, Identity]]:
         """Slots of host memory with what is in each, by address; not written until `undo` releases them.
 
         What only files have is read into host memory first, for at most `READING` seconds.
@@ -366,7 +366,7 @@ class PeerClient:
         present = absent = nbytes = written = 0
         answers, sent = {"present": 0, "absent": 0}, self._sent
         try:
-            with self._server.source.held(addresses) as values:
+            with self._server.source.leased(addresses) as values:
                 self._has(SENDING)  # for all of them, however many times is sent
                 parts: list[bytes | memoryview] = []
                 for each in values:
