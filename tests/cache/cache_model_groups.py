@@ -185,7 +185,7 @@ class Groups(Life):
         assert not dropped or self.setup.slabs or often or free < len(fresh) or not allowed
         self.look()
         had = [at for at in range(first, len(keys)) if not self.is_absent(keys[at])]
-        assert sorted([*offload.known, *taken]) == had
+        assert sorted([*offload.already_stored, *taken]) == had
         assert offload.kept == next((at for at in range(first, len(keys)) if at not in had), len(keys))
 
     def lease_each(self, keys: Sequence[Key], group: int, request: str | None) -> None:

@@ -122,7 +122,7 @@ def _positions_by_name(keys: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> _Num
 
 
 def _newest_first(before: _Numbers) -> _Numbers:
-    """The positions of all reachable chunks: the newest with its ancestors, head first, then the next newest."""
+    """The positions of all loadable chunks: the newest with its ancestors, head first, then the next newest."""
     count = len(before)
     up = np.concatenate([before % (count + 2), [count, count + 1]])
     depth, newest = np.ones(count + 2, np.int64), np.arange(count + 2)
@@ -160,7 +160,7 @@ def _enter(
     index, new, slots = state.index, rows[known[rows] == 0], found.slots.astype(np.int32)
     shared = rows[known[rows] > 0]
     index.add_copies(known[shared].tolist(), tier, slots[shared].tolist())
-    index.mark_reachable(known[shared].tolist())
+    index.mark_loadable(known[shared].tolist())
     place, parent = np.full(len(found) + 2, -1), before[new]  # position among the new chunks
     place[new] = np.arange(len(new))
     outside = np.where(parent >= 0, np.append(known, [ROOT, ROOT])[parent], above[new]).astype(np.int32)

@@ -81,7 +81,7 @@ class Loader:
         keys, tail, leased = chunks.keys[: -(-(skip + len(blocks)) // per_chunk)], chunks.refs[0].node, len(chunks.keys)
         first_block = chunks.positions[0] * per_chunk + skip
         load, wait = self._begin(timeout)
-        path = state.index.path(tail, leased)[leased - len(keys) :][::-1] if tail else state.index.reachable_nodes(keys)
+        path = state.index.path(tail, leased)[leased - len(keys) :][::-1] if tail else state.index.loadable_nodes(keys)
         tiers, slots, warm = self._claim(load, path, keys)
         path = path[: len(tiers)]
         load.not_scheduled += [state.miss_reason(key) for key in keys[len(path) + len(load.not_scheduled) :]]
@@ -161,7 +161,7 @@ class Loader:
         return job, len(keys), Addresses(Slots(name, state.pools[0].size_class_of(slots[0]), tuple(slots)))
 
     def _add_readers(self, path: Sequence[int]) -> tuple[list[int], list[int], int]:
-        """Add a reader to the copy that each reachable node is read from.
+        """Add a reader to the copy that each loadable node is read from.
 
         Returns tiers and slots, and the number of leading chunks that are ready in the host tier.
         """

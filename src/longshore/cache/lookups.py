@@ -2,7 +2,7 @@
 
     path       one KV cache group: the longest run of ready chunks
     chunks     single chunks, whatever is before them
-    groups     all groups of a request: the longest prefix that every one of them serves. One lease keeps the chunks of
+    groups     all groups of a request: the longest prefix that is available in every one. One lease keeps the chunks of
                all groups. Its load is one job with a section for each run of chunks, so that a layer-wise copy has
                the layers of all groups in the model's order
     fetch      chunks of one group that remote tiers have
@@ -14,7 +14,7 @@ A prefix is of use for all groups or for none: if one chunk is not available, no
     sliding window               ■ ■ ■ │       the chunks of the last `window` tokens; older ones may be missing
     recurrent                        ■ │       the last one, which has the state at its end
 
-A chunk can be served if the device has it, or a tier has a ready copy. With full attention, a served chunk implies its
+A chunk is available if the device has it, or it can be loaded from a tier. With full attention, that implies its
 ancestors, so bisection finds the end. In other groups the search goes backwards: a missing chunk excludes every length
 that needs it, so the next length to try ends before it, and no key is looked up twice.
 
@@ -71,7 +71,7 @@ class LeasedChunks:
             return list(takewhile(bool, (ref.node for ref in self.refs)))
         tail = self.refs[0].node
         if not tail:
-            return index.reachable_nodes(self.keys)
+            return index.loadable_nodes(self.keys)
         last = self.positions[-1]
         path = index.path(tail, last - self.positions[0] + 1)
         return path[::-1] if len(path) == len(self.keys) else [path[last - at] for at in self.positions]
@@ -195,7 +195,7 @@ class Leases:
 
 
 class GroupSearch:
-    """The search for the longest served prefix in one group, whose chunks have `chunk_tokens` tokens each."""
+    """The search for the longest available prefix in one group, whose chunks have `chunk_tokens` tokens each."""
 
     def __init__(
         self, index: Index, partials: PartialPrefixes, group: CacheGroup, chunk_tokens: int, wanted: GroupKeys
@@ -207,31 +207,31 @@ class GroupSearch:
         self.group = group
         self.chunk_tokens = chunk_tokens
         self.last_window = group.first_needed(len(self.keys) * chunk_tokens, chunk_tokens)
-        """The first chunk that would be needed if all of them were served."""
+        """The first chunk that would be needed if all of them were available."""
         self._index = index
         self._partials = partials
         self._device = np.zeros(len(self.keys), bool)
         self._device[: len(device)] = np.asarray(device, bool)
-        self._clear = len(self.keys)  # chunks from here on that were examined are served
+        self._clear = len(self.keys)  # chunks from here on that were examined are available
 
     def longest(self, tokens: int) -> int:
-        """An upper bound of the longest served prefix, at most `tokens`; equal to `tokens` if that is served."""
+        """An upper bound of the longest available prefix, at most `tokens`; equal to that if it is available."""
         end = tokens // self.chunk_tokens
         missing = self._missing(self.group.first_needed(tokens, self.chunk_tokens), end)
         return tokens if missing is None else missing * self.chunk_tokens
 
     def beyond(self, tokens: int, most: int) -> int:
-        """How many tokens after a served prefix of `tokens` are served, with a partial chunk; at most `most`."""
+        """How many tokens after an available prefix of `tokens` are, too, with a partial chunk; at most `most`."""
         if self.prompt_tokens is None or self.group.recurrent:
             return 0
         at, size = tokens // self.chunk_tokens, self.chunk_tokens
-        while at * size < tokens + most and self._serves(at):
+        while at * size < tokens + most and self._is_available(at):
             at += 1
         near = self._partials.closest(self.keys, at, self.prompt_tokens, size) if at <= len(self.keys) else None
         return min(most, at * size - tokens + (near.tokens if near else 0))
 
     def match(self, tokens: int) -> GroupMatch:
-        """What a served prefix of `tokens` tokens consists of in this group."""
+        """What an available prefix of `tokens` tokens consists of in this group."""
         first, end = self.group.first_needed(tokens, self.chunk_tokens), tokens // self.chunk_tokens
         load = first + np.flatnonzero(~self._device[first:end])
         return GroupMatch(first, end, tuple(load.tolist()), self._partial(end, tokens % self.chunk_tokens))
@@ -240,33 +240,33 @@ class GroupSearch:
         """Where the first `tokens` tokens of the chunk at `at` come from, if any are needed."""
         if not tokens or self.prompt_tokens is None:
             return None
-        if self._serves(at):
+        if self._is_available(at):
             return Partial(self.keys[at], tokens, bool(self._device[at]))
         near = self._partials.closest(self.keys, at, self.prompt_tokens, self.chunk_tokens)
         return near and near._replace(tokens=tokens)
 
-    def _serves(self, at: int) -> bool:
+    def _is_available(self, at: int) -> bool:
         """Whether the chunk at `at` is on the device, or can be read from a tier."""
-        return at < len(self.keys) and bool(self._device[at] or self._index.is_reachable(self.keys[at]))
+        return at < len(self.keys) and bool(self._device[at] or self._index.is_loadable(self.keys[at]))
 
     def _missing(self, first: int, end: int) -> int | None:
-        """The last chunk of `[first, end)` that is not served, of those examined; `None` if all are served."""
+        """The last chunk of `[first, end)` that is not available, of those examined; `None` if all are."""
         if not self.group.is_independent:
-            ready = self._index.reachable_prefix(self.keys[:end], 0)
+            ready = self._index.loadable_prefix(self.keys[:end], 0)
             ready += count_leading(self._device[ready:end])
             if self._index.orphans and 0 < ready < end and self._device[:ready].all():
-                ready = self._index.reachable_prefix(self.keys[:end], ready)
+                ready = self._index.loadable_prefix(self.keys[:end], ready)
                 ready += count_leading(self._device[ready:end])
             return None if ready >= end else ready
         at = min(self._clear, end)
-        while at > first and self._serves(at - 1):
+        while at > first and self._is_available(at - 1):
             at -= 1
         self._clear = at
         return None if at <= first else at - 1
 
 
-def longest_served(paths: Sequence[GroupSearch]) -> int:
-    """The longest prefix, in tokens, that every one of `paths` serves.
+def longest_available(paths: Sequence[GroupSearch]) -> int:
+    """The longest prefix, in tokens, that is available in every one of `paths`.
 
     It is a multiple of the chunk sizes of all groups, plus, for partial matches, fewer tokens than another multiple.
     """
@@ -324,15 +324,15 @@ class Lookups:
         if prompt_tokens is not None and settings.is_independent(group):
             raise CacheError(f"expected no `prompt_tokens` with group {group}, whose chunks are independent")
         prompt_tokens = prompt_tokens and prompt_tokens.checked()
-        end = index.reachable_prefix(keys, start)
+        end = index.loadable_prefix(keys, start)
         index.find(keys[start - 1 : start] if start else ())
         for position in {start, max(start, end - 1), end} - {len(keys)}:
             index.check_link(keys, position)
         # Remote tiers are asked for each key after these, so their order is checked; else a bisection suffices.
-        known = end + len(index.follow(keys, end)) if self._remote.tiers else index.known_prefix(keys, end)
+        known = end + len(index.follow(keys, end)) if self._remote.tiers else index.indexed_prefix(keys, end)
         partial = None if prompt_tokens is None else self._state.partials.closest(keys, end, prompt_tokens, size)
         self._advance(call.now)
-        request_number = self._serve(call, keys, end)
+        request_number = self._set_request(call, keys, end)
         remote, probes = 0, tuple[int, ...]()
         if self._remote.tiers:
             remote, probes = self._remote.look(keys, known, probe=call.probes_remote)
@@ -369,7 +369,7 @@ class Lookups:
         found = {group: Residency.take(index, self._state.pools[0], path.keys) for group, path in paths.items()}
         if call.protect is Protection.LEASE:
             for group, here in found.items():
-                there = np.flatnonzero(index.are_reachable(here.at)).tolist()
+                there = np.flatnonzero(index.are_loadable(here.at)).tolist()
                 self._check_chunks(group, here.at[there])
                 ready.append((group, here, there))
         self._advance(call.now)
@@ -388,7 +388,7 @@ class Lookups:
         self._state.set_request(request_number)
         if call.protect is Protection.STEP:
             for here in found.values():
-                self._leases.protect(here.at[index.are_reachable(here.at)])
+                self._leases.protect(here.at[index.are_loadable(here.at)])
             return LookupResult(request_number=request_number, residency=found)
         leased = [
             LeasedChunks(
@@ -418,7 +418,7 @@ class Lookups:
             self._state.check_size_class(nodes, size_class)
             self._advance(now)
             return self._remote.fetch_independent(keys[start:], nodes, size_class, self._transfers.now + longest)
-        end = index.reachable_prefix(keys, start)
+        end = index.loadable_prefix(keys, start)
         nodes = index.follow(keys, end)
         self._state.check_size_class([*nodes[:1], index.get(keys[end - 1]) if end else 0], size_class)
         self._advance(now)
@@ -430,7 +430,7 @@ class Lookups:
         mine, at = nodes_of(index, keys)
         if not len(at):
             raise CacheError(f"expected chunks of group {group}, got none")
-        lacking = np.flatnonzero((at == ROOT) | (u8_view(index.reachable)[at] == 0)).tolist()
+        lacking = np.flatnonzero((at == ROOT) | (u8_view(index.loadable)[at] == 0)).tolist()
         if lacking:
             name = mine[lacking[0]].hex()[:12]
             raise CacheError(f"{len(lacking)} of {len(at)} chunks are not ready in any tier, the first is {name}")
@@ -450,12 +450,12 @@ class Lookups:
         if any(path.start for path in paths.values()):
             raise CacheError("expected `device` in a lookup of all groups, got `start`")
         searches = [GroupSearch(state.index, state.partials, *settings.group(at), paths[at]) for at in groups]
-        tokens = longest_served(searches)
+        tokens = longest_available(searches)
         matches = tuple(search.match(tokens) for search in searches)
         both = list(zip(searches, matches, strict=True))
         self._check_searches(both)
         self._advance(call.now)
-        request_number = self._serve(call, [key for search in searches for key in search.keys])
+        request_number = self._set_request(call, [key for search in searches for key in search.keys])
         for group, (search, matched) in enumerate(both) if call.counts else ():
             self._count(call.request and f"{call.request}/{group}", search, matched)
         leased = [(group, search, *_leased(search, matched)) for group, (search, matched) in enumerate(both)]
@@ -498,8 +498,8 @@ class Lookups:
             else:
                 for at in {*matched.load[:1], *matched.load[-1:]}:
                     index.check_link(keys, at)
-                index.known_prefix(keys, matched.end)  # as when misses are counted
-                ready = index.reachable_prefix(keys, 0)
+                index.indexed_prefix(keys, matched.end)  # as when misses are counted
+                ready = index.loadable_prefix(keys, 0)
                 nodes = [index.get(keys[ready - 1]) if ready else ROOT, *index.follow(keys, ready)]
             self._state.check_size_class(nodes, self._transfers.settings.size_class_of(group))
         check_distinct([key for search, _ in both for key in search.keys])
@@ -510,7 +510,7 @@ class Lookups:
         if search.group.is_independent:
             state.counters.misses.update(map(state.miss_reason, keys[max(matched.end, search.last_window) :]))
         else:
-            state.count_misses(keys, matched.end, state.index.known_prefix(keys, matched.end))
+            state.count_misses(keys, matched.end, state.index.indexed_prefix(keys, matched.end))
         if state.log.on:
             asked = tuple(keys[matched.first :])
             state.log.record(EventKind.REQUEST, request=request, keys=asked, length=matched.end - matched.first)
@@ -527,7 +527,7 @@ class Lookups:
 
     # ------------------------------------------------------------------ inside
 
-    def _serve(self, call: LookupCall, keys: Sequence[Key], known: int | None = None) -> int | None:
+    def _set_request(self, call: LookupCall, keys: Sequence[Key], known: int | None = None) -> int | None:
         """Set the request that the following uses are counted for: that of the call, or a new one for `keys`."""
         request_number = call.request_number
         if call.protect is not Protection.NONE:

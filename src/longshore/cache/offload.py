@@ -167,7 +167,7 @@ class Offloader:
         kept, accepted = lacking[count] if count < len(lacking) else len(keys), lacking[:count]
         later = lacking[count : count + waiting]
         if not count:
-            return ScheduledStore(None, kept=kept, known=there, later=later)
+            return ScheduledStore(None, kept=kept, already_stored=there, later=later)
         job, slots, parents = self._transfers.new_id(), list[int](), list[Key | None]()
         for start, end in runs_of(accepted):
             run = keys[accepted[start] : accepted[end - 1] + 1]

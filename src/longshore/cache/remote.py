@@ -253,7 +253,7 @@ class RemoteTiers:
         With `probe`, keys after these without a valid answer are probed.
         """
         if end and not self._state.index.get(keys[end - 1]):
-            return 0, ()  # the chunk before is in no own tier, so these would not be reachable
+            return 0, ()  # the chunk before is in no own tier, so these would not be loadable
         known = 0
         while end + known < len(keys) and self.has(keys[end + known]) and not self._state.index.get(keys[end + known]):
             known += 1

@@ -251,7 +251,7 @@ class CacheState:
         if self.several_sizes:
             slots = self.index.slot[tier]
             self.pools[tier].record_use([slots[node] for node in reversed(nodes)])
-        news = self.index.mark_reachable(nodes)
+        news = self.index.mark_loadable(nodes)
         if self.windows.used:
             self.windows.mark_ready(nodes, tier)
         if self.coldest:

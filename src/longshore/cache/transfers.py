@@ -484,7 +484,7 @@ class Transfers:
         return Slots(self._name(tier), self.state.pools[tier].size_class_of(slots[0]) if slots else 0, tuple(slots))
 
     def _finish(self, job: Job) -> None:
-        """All ranks have reported: apply failures, then sources, then arrivals, so that no arrival is unreachable."""
+        """All ranks have reported: apply failures, then sources, then arrivals, so that each arrival is loadable."""
         state, statuses = self.state, job.statuses
         state.changes += 1
         writing = job.transfer.urgency is Urgency.WRITE

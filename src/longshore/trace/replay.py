@@ -500,7 +500,7 @@ class Replica:
             path, blocks = {0: GroupKeys(visit.keys, first)}, {0: range(len(visit.keys) - first)}
             held = self.cache.counters.drops[HOST][DropReason.BACKPRESSURE]
             scheduled = self.cache.store(path, blocks, request_number=visit.request_number)[0]
-            had = {*scheduled.positions, *scheduled.known}
+            had = {*scheduled.positions, *scheduled.already_stored}
             if len(had) < len(visit.keys) - first:
                 busy = self.cache.counters.drops[HOST][DropReason.BACKPRESSURE] > held
                 lacking = [visit.keys[at] for at in range(first, len(visit.keys)) if at not in had]
