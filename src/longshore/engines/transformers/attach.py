@@ -7,9 +7,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from inspect import signature
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from longshore.boundary import DEVICE, FILE, HOST, Key
 from longshore.cache import CacheGroup
@@ -41,6 +43,10 @@ _MOST_HINTS = 1 << 16
 
 def why_not_served(model: Any) -> str | None:
     """Why `model` cannot be served with tiers below its device cache; `None` if it can."""
+    if not hasattr(getattr(model, "config", None), "get_text_config"):
+        return "expected a causal language model of transformers"
+    if isinstance(model, PreTrainedModel) and "past_key_values" not in signature(model.forward).parameters:
+        return "it has no KV cache: its forward() takes no past_key_values"
     config = model.config.get_text_config()
     try:
         groups = contract.load()["group_layers_by_attn_type"](config)
@@ -53,6 +59,10 @@ def why_not_served(model: Any) -> str | None:
         return f"its rotary embedding is {kind!r}: the keys of a block depend on the length of the prompt around it"
     if getattr(config, "kv_lora_rank", None) is not None:
         return "it keeps latents, not keys and values (MLA), which transformers does not page in one row per block"
+    names = ("multi_query", "new_decoder_architecture", "num_key_value_heads")
+    shared, grouped, heads = (getattr(config, name, None) for name in names)
+    if shared and not grouped and heads is None:
+        return "its layers share one KV head (multi_query), but its config has no num_key_value_heads that says so"
     if getattr(model, "_tp_size", None) not in (None, 1):
         return f"it is split over {model._tp_size} devices, and this adapter serves one"
     return None
