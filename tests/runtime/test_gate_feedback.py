@@ -87,13 +87,13 @@ def learned(per_chunk: float, *, at_hand: int = 0, gated: bool = True) -> Rig:
 def test_blocks_slower_to_read_are_computed_and_counted() -> None:
     rig = learned(1.0)
     assert rig.runtime.worth_loading(rig.lookup(), 0) == 0
-    assert rig.runtime.gate.refused == 4
+    assert rig.runtime.gate.recomputed == 4
 
 
 def test_prefetch_is_neither_counted_nor_tried_by_the_gate() -> None:
     rig = learned(1.0)
     assert [rig.runtime.worth_loading(rig.lookup(), 0, for_prefetch=True) for _ in range(1000)] == [0] * 1000
-    assert rig.runtime.gate.refused == 0
+    assert rig.runtime.gate.recomputed == 0
     assert 1 in [rig.runtime.worth_loading(rig.lookup(), 0) for _ in range(10_000)], "a try"
 
 
@@ -101,13 +101,13 @@ def test_what_was_ordered_before_is_loaded_whatever_the_gate_says() -> None:
     rig = learned(1.0)
     assert rig.runtime.worth_loading(rig.lookup(), 0, least=3) == 3
     assert rig.runtime.worth_loading(rig.lookup(), 0, least=9) == 4
-    assert rig.runtime.gate.refused == 1
+    assert rig.runtime.gate.recomputed == 1
 
 
 def test_what_is_quicker_to_read_is_loaded() -> None:
     rig = learned(0.001)
     assert rig.runtime.worth_loading(rig.lookup(), 0) == 4
-    assert rig.runtime.gate.refused == 0
+    assert rig.runtime.gate.recomputed == 0
 
 
 def test_host_memory_is_loaded_whatever_is_behind_it() -> None:

@@ -146,7 +146,7 @@ class Evictor:
         """Evict at most `count` copies of `size_class` from `tier`, in policy order; returns how many.
 
         With `spare_dirty`, copies that are to be copied down first are not evicted. Chunks that the policy ranks and
-        only warmer tiers have are refused then, and count: no copy of them needs room.
+        only warmer tiers have are rejected then, and count: no copy of them needs room.
         """
         policy, gone, several = self._state.policy_of(tier, size_class), 0, min(count, _AT_FIRST)
         rounds = _ROUNDS * len(policy) + _AT_LEAST
@@ -179,10 +179,10 @@ class Evictor:
                 warmer, alike = self._leading_alike(nodes, tier)
                 nodes = nodes[:alike]
                 if warmer:
-                    done, refused, freed = self._refuse(nodes[: count - gone]) if spare_dirty else (alike, 0, [])
+                    done, rejected, freed = self._reject(nodes[: count - gone]) if spare_dirty else (alike, 0, [])
                     policy.hold_victims(nodes[:done])
                     policy.release(freed)
-                    gone, held, ahead = gone + refused, held + done - refused, [] if freed else ahead[done:]
+                    gone, held, ahead = gone + rejected, held + done - rejected, [] if freed else ahead[done:]
                     continue
             free, done, unclear = self._evict_batch(nodes, tier, policy, count - gone)
             gone, ahead = gone + free, ahead[done:] if done else []
@@ -234,9 +234,9 @@ class Evictor:
                 policy.hold(node)
                 self._remember_copied((node,), tier, size_class)
                 if spare_dirty and self._is_only_warmer(node, tier):
-                    _, refused, freed = self._refuse((node,))
+                    _, rejected, freed = self._reject((node,))
                     policy.release(freed)
-                    gone += refused
+                    gone += rejected
         return gone
 
     def _drop(self, node: int, tier: int) -> None:
@@ -255,26 +255,26 @@ class Evictor:
         first = bool(warmer[0])
         return first, count_leading(warmer == first)
 
-    def _refuse(self, nodes: Sequence[int]) -> tuple[int, int, list[int]]:
+    def _reject(self, nodes: Sequence[int]) -> tuple[int, int, list[int]]:
         """Refuse copies of those of `nodes`, the next victims of all tiers, that only warmer tiers have.
 
         They need no copy, and are evicted where they are. Ends where the parent may be the next victim. Returns how
-        many leading ones are to be held, how many of them were refused, and the parent to release then, if any.
+        many leading ones are to be held, how many of them were rejected, and the parent to release then, if any.
         """
-        state, policy, refused = self._state, self._state.policies[self._state.coldest], 0
+        state, policy, rejected = self._state, self._state.policies[self._state.coldest], 0
         freed, seen = list[int](), set[int]()
         for node in nodes:
             seen.add(node)
-            if self._may_be_refused(node) and state.refuse((node,)):
-                refused += 1
+            if self._may_be_rejected(node) and state.reject((node,)):
+                rejected += 1
                 parent = state.index.parent[node]
                 if parent in seen or policy.is_held(parent):
                     freed.append(parent)
                     break
-        state.counters.drops[state.tier_names[state.coldest]][DropReason.ADMISSION] += refused
-        return len(seen), refused, freed
+        state.counters.drops[state.tier_names[state.coldest]][DropReason.ADMISSION] += rejected
+        return len(seen), rejected, freed
 
-    def _may_be_refused(self, node: int) -> bool:
+    def _may_be_rejected(self, node: int) -> bool:
         """Whether `node` is dirty, and neither a transfer, a lease, a lookup of this step nor a descendant needs it."""
         state, index = self._state, self._state.index
         tier, backlog = index.coldest_tier(node), state.backlog

@@ -260,9 +260,9 @@ class Index(Nodes):
             orphans &= colder[parents] < 0
         if np.count_nonzero(orphans):
             orphans[orphans] = ~np.isin(parents[orphans], at)
-        refused = second | orphans
-        if np.count_nonzero(refused):
-            name = self.key[nodes[int(refused.argmax())]].hex()[:12]
+        invalid = second | orphans
+        if np.count_nonzero(invalid):
+            name = self.key[nodes[int(invalid.argmax())]].hex()[:12]
             raise IntegrityError(
                 f"{self.pools[tier].where}chunk {name} has a copy in tier {tier} already, or no parent there or in a "
                 "colder one"
@@ -419,17 +419,19 @@ class Index(Nodes):
             coldest[slots >= 0] = tier
             is_ready[at] |= self.are_ready(at, tier)
             has = at[slots[at] >= 0]
-            self._refuse(has[i32_view(self.pools[tier].node)[slots[has]] != has], f"has another's slot in tier {tier}")
-        self._refuse(at[coldest[at] < 0], "has no copy")
+            self._check_none(
+                has[i32_view(self.pools[tier].node)[slots[has]] != has], f"has another's slot in tier {tier}"
+            )
+        self._check_none(at[coldest[at] < 0], "has no copy")
         has_parent = parent > ORPHANS
-        self._refuse(at[has_parent & ~self.key.has(parent)], "has outlived its parent")
+        self._check_none(at[has_parent & ~self.key.has(parent)], "has outlived its parent")
         is_apart = (has_parent & (coldest[parent] < coldest[at])) | (
             i32_view(self.depth)[at] != i32_view(self.depth)[parent] + 1
         )
-        self._refuse(at[is_apart], "is in a colder tier than its parent, or has a wrong depth")
+        self._check_none(at[is_apart], "is in a colder tier than its parent, or has a wrong depth")
         loadable = u8_view(self.loadable)
         is_wrong = loadable[at] != np.where(is_ready[at], loadable[parent], 0)
-        self._refuse(at[is_wrong], "is wrongly marked as loadable or not")
+        self._check_none(at[is_wrong], "is wrongly marked as loadable or not")
         for tier in self.tiers:
             counted = np.bincount(parent[coldest[at] >= tier], minlength=self.size)
             nodes = np.concatenate([at, as_i32((ROOT, ORPHANS))])
@@ -441,7 +443,7 @@ class Index(Nodes):
         if not waiting == self.orphans or set(waiting) != set(self.children(ORPHANS)):
             raise CacheError(f"there are {len(self.orphans)} orphans, but {len(waiting)} are listed by parent")
 
-    def _refuse(self, wrong: npt.NDArray[np.int32], why: str) -> None:
+    def _check_none(self, wrong: npt.NDArray[np.int32], why: str) -> None:
         for node in wrong.tolist():
             raise CacheError(f"chunk {self.key[node].hex()[:12]} {why}")
 

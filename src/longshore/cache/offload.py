@@ -42,7 +42,7 @@ class Offloader:
     """Orders offloads and backups, by the write rule of each tier."""
 
     def __init__(self, transfers: Transfers, rules: Sequence[WriteRule], *, is_shared: bool) -> None:
-        """`is_shared`: remote tiers or other engines are offered what host memory stores: it refuses no chunk then."""
+        """`is_shared`: remote tiers or other engines are offered what host memory stores: it rejects no chunk then."""
         self._transfers = transfers
         self._state = transfers.state
         self._rules = rules
@@ -320,7 +320,7 @@ class Offloader:
             by_size_class.setdefault(state.index.size_class_of(node), []).append(node)
         for size_class, nodes in by_size_class.items():
             # The ancestors of chosen chunks are in this tier, too, or are needed below: none is evicted for them. Some
-            # of the chosen may be refused.
+            # of the chosen may be rejected.
             nbytes, allowed = state.pools[below].slabs.image_bytes[size_class], self._allowed(below, nodes, size_class)
             room = self._room(below, len(allowed), size_class)
             chosen = [node for node in allowed if not state.backlog.waits_for_use(node)][:room]
@@ -330,7 +330,7 @@ class Offloader:
 
     def _allowed(self, tier: int, nodes: list[int], size_class: int) -> list[int]:
         """Those of `nodes`, of one size, that may be written to `tier`; the others are retried after their next use."""
-        if tier in self._transfers.refusing_tiers:
+        if tier in self._transfers.rejecting_tiers:
             granted, reason = 0, DropReason.TIER_OFF
         else:
             nbytes = self._state.pools[tier].slabs.image_bytes[size_class]

@@ -387,23 +387,23 @@ class RemoteTiers:
         After a chunk that is left out, or is not in the host tier, none is admitted.
         """
         tier, index, policy = self.tiers[at], self._state.index, self._state.policies[0]
-        if not keys or tier.keeps is None or not self._refuses(at):
+        if not keys or tier.keeps is None or not self._rejects(at):
             return keys
-        nodes, left_out, admitted, refused = index.find(keys), set[int](), list[Key](), 0
+        nodes, left_out, admitted, rejected = index.find(keys), set[int](), list[Key](), 0
         for key, node, enough in zip(keys, nodes, policy.outrank(nodes, tier.keeps).tolist(), strict=True):
             there = not node or index.is_ready(node, 0)
             if there and (enough or not node) and index.parent[node] not in left_out:
                 admitted.append(key)
             else:
                 left_out.add(node)
-                refused += there
+                rejected += there
         if not self._late[at]:  # else the same chunks are offered until they are evicted
-            self._drop(tier, refused, DropReason.ADMISSION)
+            self._drop(tier, rejected, DropReason.ADMISSION)
         return admitted
 
-    def _refuses(self, at: int) -> bool:
-        """Whether the tier may be refused chunks for what they promise, so that they are offered again when used."""
-        is_on = self._transfers.settings.admission and self._state.policies[0].refuses
+    def _rejects(self, at: int) -> bool:
+        """Whether the tier may be denied chunks that promise too few hits; they are offered again when used."""
+        is_on = self._transfers.settings.admission and self._state.policies[0].rejects
         return is_on and self.tiers[at].keeps is not None
 
     def _leaving(self, arrived: int) -> list[Key]:
@@ -415,7 +415,7 @@ class RemoteTiers:
     def found(self, keys: Sequence[Key]) -> None:
         """Chunks of a path were found by a lookup, which counts for selective write policies."""
         for at, (seen, late) in enumerate(zip(self._seen, self._late, strict=True)):
-            if not late and (seen is not None or self._refuses(at)):
+            if not late and (seen is not None or self._rejects(at)):
                 self._send(at, keys if seen is None else keys[: seen.leading(keys)])
 
     def proceed(self) -> None:

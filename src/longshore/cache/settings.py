@@ -235,9 +235,9 @@ class CacheSettings:
         backup: Write policy of each tier -> the next colder one.
         threshold: Offers or uses of a chunk before a selective write policy copies it.
         into: Write rules of routes with other rules, by name of the destination tier.
-        admission: Whether full tiers refuse chunks with fewer expected hits than those to evict for them, if the policy
+        admission: Whether full tiers reject chunks with fewer expected hits than those to evict for them, if the policy
             of the coldest has expected hits, and remote tiers that have lost chunks are not sent such. Host
-            memory refuses none if there are remote tiers, or with `is_served`.
+            memory rejects none if there are remote tiers, or with `is_served`.
         is_served: Whether other engines read what the tiers have.
         stores_wait: Whether the engine offers chunks again for which there was no room. Such a store loses nothing, so
             write-back keeps a sixteenth of a tier clean instead of a quarter, and no reserve beyond that.

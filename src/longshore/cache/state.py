@@ -82,7 +82,7 @@ class CacheState:
         self.coldest = len(tiers) - 1
         """The coldest tier."""
         alike = self.coldest > 0 and not self.several_sizes
-        self.coldest_ranks_all = alike and settings.admission and tiers[-1].make_policy.refuses
+        self.coldest_ranks_all = alike and settings.admission and tiers[-1].make_policy.rejects
         """Whether the policy of the coldest tier ranks the chunks of all tiers, as one tier of their size would."""
         self.log = EventLog(settings.events)
         self.log.hidden = settings.self_test_key
@@ -300,11 +300,11 @@ class CacheState:
         if self.backlog.fail(node):
             self._recheck_evictable(node)
 
-    def refuse(self, nodes: Sequence[int]) -> int:
+    def reject(self, nodes: Sequence[int]) -> int:
         """The tier below takes no copy of `nodes`, nor of what waits for them, until they are used again; how many."""
-        refused = self.backlog.refuse(nodes)
-        self.recheck_evictable(as_i32(refused), apart_from=self.coldest)
-        return len(refused)
+        rejected = self.backlog.reject(nodes)
+        self.recheck_evictable(as_i32(rejected), apart_from=self.coldest)
+        return len(rejected)
 
     def end_reads(self, tier: int, slots: Sequence[int]) -> None:
         """Reads of these distinct slots have ended."""

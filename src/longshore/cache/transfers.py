@@ -275,7 +275,7 @@ class Transfers:
         """Chunks being written to each tier from a warmer one; remote tiers by name."""
         self.arrived_from_device: list[Key] | None = None
         """Chunks that have arrived from the device, to be stored in remote tiers; `None` if there are none."""
-        self.refusing_tiers: set[int] = set()
+        self.rejecting_tiers: set[int] = set()
         """Tiers that have reported `TIER_OFF` for a write: they get no writes any more."""
 
     def new_id(self) -> int:
@@ -533,7 +533,7 @@ class Transfers:
         state = self.state
         if writing:
             if status is Status.TIER_OFF:
-                self.refusing_tiers.add(tier)
+                self.rejecting_tiers.add(tier)
             self.count_drop(tier, 1, DropReason.WRITE_FAILED)
             node = state.pools[tier].node[slot]
             if tier and node:  # a warmer tier has it as well

@@ -40,7 +40,7 @@ from longshore.boundary import (
 from longshore.cache import Lease, Progress, RecomputeGate, TieredCache
 from longshore.cache.types import GuardCounters, LookupCounters
 from longshore.errors import LongshoreError, PlanError, TierClosedError, former_name, log_seldom
-from longshore.runtime.error_handler import CallLog, log_fault, refusal_status
+from longshore.runtime.error_handler import CallLog, log_fault, submit_status
 from longshore.tiers.base import Tier
 
 _log = logging.getLogger(__name__)
@@ -468,7 +468,7 @@ class Runtime:
                 raise TierClosedError(f"no mover serves the route {transfer.route}")
             mover.submit(transfer if whole else _truncated(transfer, usable, self._cache.settings.blocks_per_chunk))
         except Exception as error:  # noqa: BLE001 - whatever a mover raises, the job must end, and the others go on
-            status = refusal_status(error)
+            status = submit_status(error)
             if mover is None or status in (Status.DEVICE_ERROR, Status.INTERNAL_ERROR):
                 named = transfer.job, transfer.route, transfer.route.loss
                 log_seldom(_log, "transfer job %d (%s) could not be submitted; %s; report this", *named)

@@ -393,7 +393,7 @@ class Engine:
                 "image_bytes": [each.image_bytes for each in cache.stats()[0].sizes],
                 "refused": self.refused,
                 "faults": manager._runtime.faults,
-                "recomputed": 0 if manager._runtime.gate is None else manager._runtime.gate.refused,
+                "recomputed": 0 if manager._runtime.gate is None else manager._runtime.gate.recomputed,
             }
 
 

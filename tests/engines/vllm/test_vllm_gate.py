@@ -87,7 +87,7 @@ def test_a_request_is_not_promised_what_is_computed_sooner(rigs: Any) -> None:
     read_slowly(rig)
     assert rig.lookup(keys, rig.request("slow", keys)) == [MISS] * 4
     assert rig.manager.get_stats().data["data"]["longshore_recomputed_chunks"][()] == 4
-    assert rig.manager._runtime.gate.refused == 4
+    assert rig.manager._runtime.gate.recomputed == 4
     assert rig.lookup(keys, rig.request("another", keys)) == [MISS] * 4
     assert rig.cache.jobs_in_flight == 0
 

@@ -257,7 +257,7 @@ class PartitionedByPriority(PartitionedPolicy):
         Whoever changes one calls `move`. The request of `tick` is served, which has this `hint`; `first` has been told.
         """
         super().__init__(slots, keys, {priority: first}, len(priorities))
-        self.refuses, self._usual = first.refuses, first
+        self.rejects, self._usual = first.rejects, first
         self._tick, self._hint = tick, hint
         self._make = make
         self.priorities, self._priority = priorities, priority
@@ -283,8 +283,8 @@ class PartitionedByPriority(PartitionedPolicy):
         return self._parts[number]
 
     def admit(self, keys: Sequence[Key], make_room: Callable[[int], int], *, least: int = 1) -> int:
-        """As the first policy, as long as all others are of what goes before its nodes; they say so by `refuses`."""
-        if not self.refuses:
+        """As the first policy, as long as all others are of what goes before its nodes; they say so by `rejects`."""
+        if not self.rejects:
             return super().admit(keys, make_room, least=least)
         return self._usual.admit(keys, make_room, least=least)
 

@@ -88,7 +88,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         """`storage_config` is a `HiCacheStorageConfig`. Raises `ConfigError`, `ContractError` or `EngineError`."""
         contract.check()
         self._told = identity.settings()
-        identity.refuse(storage_config, self._told)
+        identity.check_served(storage_config, self._told)
         self._check_prefix_keys()
         rank, ranks = storage_config.tp_rank, storage_config.tp_size
         self.settings: Config = read(storage_config.extra_config, f"rank-{rank}-of-{ranks}", ranks)

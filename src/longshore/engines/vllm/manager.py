@@ -335,10 +335,10 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """The increments of the counters since the last call; all counters at the first call."""
         with self._runtime.locked() as cache:
             try:
-                gate = self._runtime.gate
-                refused = 0 if gate is None else gate.refused
+                recomputed = 0 if (gate := self._runtime.gate) is None else gate.recomputed
                 peers = peer_samples(self.peer_server, None if self._fetches is None else self._fetches.peer_waits)
-                return self._metrics.stats(cache, refused, self._validity.weight_changes, self._runtime.faults, peers)
+                changes = self._validity.weight_changes
+                return self._metrics.stats(cache, recomputed, changes, self._runtime.faults, peers)
             except Exception:  # noqa: BLE001 - what is wrong with the metrics is no reason to serve nothing
                 log_seldom(_log, "metrics could not be reported to vLLM, which shows the last ones; report this")
                 cache.counters.internal_errors += 1
