@@ -132,7 +132,9 @@ class Runtime:
                     try:
                         running.mover.cancel(job)
                     except Exception:  # noqa: BLE001 - of a mover: the others are to hear of it all the same
-                        _log.exception("transfer job %d could not be cancelled; it runs until it completes", job)
+                        _log.exception(
+                            "transfer job %d could not be cancelled, and runs until it completes; report this", job
+                        )
 
     @contextmanager
     def batch(self) -> Iterator[TieredCache]:
@@ -486,7 +488,11 @@ class Runtime:
             prober.ask(probe)
         except Exception as error:  # noqa: BLE001
             if not isinstance(error, TierClosedError):
-                _log.exception("probe %d of %s could not be submitted; its keys are misses", probe.probe, probe.tier)
+                _log.exception(
+                    "probe %d of the %s tier could not be submitted; its keys are misses; report this",
+                    probe.probe,
+                    probe.tier,
+                )
             self._end_probe(probe.probe, Status.TIER_OFF)
 
     def _observe_probe(self, probe: Probe, ordered: float) -> None:

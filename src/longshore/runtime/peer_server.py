@@ -223,7 +223,7 @@ class PeerServer:
                 pass
             except OSError as error:
                 if not self._closed:
-                    _log.error("peers: no connection could be accepted: %s", error)
+                    _log.error("peers: no connection could be accepted, peers wait: %s; check ulimit -n", error)
                     time.sleep(_LATE_SECONDS)
             else:
                 self._begin(sock)
@@ -265,7 +265,7 @@ class PeerServer:
             if not self._closed:
                 _log.debug("peers: a client was dropped: %s", error)
         except Exception:  # noqa: BLE001 - others are served
-            _log.exception("peers: a client could not be served; others are")
+            _log.exception("peers: the connection of a client failed and was closed, others go on; report this")
         finally:
             with self._lock:
                 self.deadlines.pop(sock, None)

@@ -527,7 +527,7 @@ def adopt_found(cache: TieredCache, file: Tier) -> None:
     skipped = len(found) - adopted
     _log.info("file tier: recovered %d of %d chunk images", adopted, len(found))
     if skipped:
-        _log.info("file tier: %d skipped: image size differs from the slab's or the parent's", skipped)
+        _log.info("file tier: %d records skipped: their image size is not that of their slab or parent", skipped)
     if others:
         _log.warning(
             "file tier: %d records belong to other models, weights or settings; they are overwritten when no empty "

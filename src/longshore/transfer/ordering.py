@@ -446,7 +446,7 @@ class Lane:
             yield from self._steps()
         except Exception:  # noqa: BLE001 - an internal error, or one of the clock: jobs must end
             _log.exception(
-                "transfer lane %s failed; copies stopped, nothing is stored or loaded; restart the inference engine",
+                "copies %s stopped: their thread failed; nothing is stored or loaded; restart the engine; report this",
                 self.name,
             )
             self._give_up()

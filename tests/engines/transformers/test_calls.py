@@ -204,7 +204,7 @@ def test_another_model_over_the_same_configuration_has_no_tiers(
         looked_up = tiers.lookups
         assert close(generate(other), expected)
         assert tiers.lookups == looked_up
-    assert "another model than the one given to tiered()" in caplog.text
+    assert "its model is not the one given to tiered()" in caplog.text
 
 
 # ---------------------------------------------------------------------- metrics

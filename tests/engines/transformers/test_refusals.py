@@ -54,7 +54,7 @@ def test_another_model_in_the_same_process_gets_no_tiers(tmp_path: Path, caplog:
         with _engine(other, other.device_blocks) as ask:
             ask(request)
         assert tiers.stack is None
-        assert "another model" in caplog.text
+        assert "its model is not the one" in caplog.text
         with _engine(ours, ours.device_blocks) as ask:
             answer = ask(request)
         assert tiers.records[-1].sources == ()

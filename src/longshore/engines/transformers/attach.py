@@ -121,7 +121,7 @@ class Tiers:
         A former one that is not in use gives up the tiers.
         """
         if served_model.get() is not self.model or config is not self.model.config.get_text_config():
-            _log.warning("this device cache has no tiers: its model is another model than the one given to tiered()")
+            _log.warning("no tiers for this device cache: its model is not the one given to tiered(); give it this one")
             return 0
         if self._allocator is None or not self._allocator.in_use:
             self._unbind()

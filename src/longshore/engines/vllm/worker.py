@@ -242,7 +242,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
             try:
                 self.arena.give_back()
             except TierError:
-                _log.exception("host memory could not be freed for the sleep; it stays allocated")
+                _log.exception("host memory could not be freed for the sleep; it stays allocated; report this")
             self.reports.set_lacks_memory(self._rank, lacks=self.arena.is_given_back)
 
     def after_device_restore(self) -> None:

@@ -190,9 +190,8 @@ class HostedTier(Tier):
                 self._on_opened(body)
                 self._is_open = True
             case Kind.REFUSED:
-                _log.error(
-                    "restarted tier host cannot open the %s tier: %s; its blocks are misses", self.name, _refusal(body)
-                )
+                message = "restarted tier host cannot open the %s tier: %s; its blocks are misses until it can"
+                _log.error(message, self.name, _refusal(body))
             case Kind.FAILURES:
                 self._failures = wire.parse_counts(body, self._failures)
             case Kind.ALIVE:

@@ -413,7 +413,10 @@ class NodesTier(KeyedTier):
                 self._close_unused()
             except Exception:  # noqa: BLE001 - nodes would never be looked after again
                 log_seldom(
-                    _log, "remote tier %s (%s): looking after its nodes failed; report this", self.name, self.settings
+                    _log,
+                    "remote tier %s (%s): checking its nodes failed, and is retried; report this",
+                    self.name,
+                    self.settings,
                 )
             with self._lock:
                 if self._is_restless:

@@ -441,7 +441,9 @@ class RemoteTier(KeyedTier):
             try:
                 session.close()
             except Exception:  # noqa: BLE001 - this thread serves all requests to come
-                log_seldom(_log, "remote tier %s (%s): closing a session raised; report this", self.name, self.settings)
+                log_seldom(
+                    _log, "remote tier %s (%s): a connection could not be closed; report this", self.name, self.settings
+                )
         return None
 
     def _probe(self) -> None:
@@ -508,7 +510,7 @@ class RemoteTier(KeyedTier):
     def _as_failure(self, error: Exception) -> StoreError:
         if isinstance(error, StoreError):
             return error
-        log_seldom(_log, "remote tier %s (%s): an I/O thread raised; report this", self.name, self.settings)
+        log_seldom(_log, "remote tier %s (%s): internal error in an I/O thread; report this", self.name, self.settings)
         return StoreError("broken", f"{type(error).__name__} in its client", Status.IO_ERROR)
 
     def _failed(self, error: StoreError, times: int = 1) -> None:
