@@ -50,7 +50,7 @@ def test_close_leaves_nothing_in_flight(rig: Rig) -> None:
     assert rig.cache.progress(hold).outcome == (0, ())
     assert rig.misses() == {"tier_off": 2}
     assert rig.runtime.wait_load(hold, 0.0).outcome == (0, ())
-    with pytest.raises(TierClosedError, match="the runtime was closed"), rig.runtime.batch():
+    with pytest.raises(TierClosedError, match="the tiers were closed"), rig.runtime.batch():
         pass
 
 

@@ -25,7 +25,7 @@ from longshore.cache.lookups import LeasedChunks, LeaseRecord, Leases
 from longshore.cache.offload import Offloader
 from longshore.cache.pool import READY
 from longshore.cache.settings import PrefetchPolicy, timeout_of
-from longshore.cache.transfers import Load, TierSlots, Transfers, Wait
+from longshore.cache.transfers import Load, TierSlots, Transfers, Waiter
 from longshore.cache.types import MissReason, origins_of
 from longshore.errors import CacheError
 
@@ -123,9 +123,9 @@ class Loader:
             self._schedule_batch(load, wait, batch, tuple(sections), by_layer=by_layer)
         return load
 
-    def _begin(self, timeout: float, *, is_whole: bool = False) -> tuple[Load, Wait]:
+    def _begin(self, timeout: float, *, is_whole: bool = False) -> tuple[Load, Waiter]:
         load = Load(self._transfers.new_id(), began=self._transfers.now, is_whole=is_whole)
-        wait = Wait(load.wait, self._transfers.now + timeout, load, blocks_request=True)
+        wait = Waiter(load.wait, self._transfers.now + timeout, load, blocks_request=True)
         self._transfers.waits.begin(wait)
         return load, wait
 
@@ -203,7 +203,7 @@ class Loader:
     def _schedule_batch(
         self,
         load: Load,
-        wait: Wait,
+        wait: Waiter,
         batch: Batch,
         sections: tuple[Section, ...],
         *,
@@ -247,7 +247,7 @@ class Prefetcher:
         self._state = transfers.state
         self._offloader = offloader
         self._leases = leases
-        self.queue: dict[int, tuple[LeaseRecord, Wait]] = {}
+        self.queue: dict[int, tuple[LeaseRecord, Waiter]] = {}
         """Prefetches that requests wait for, oldest first, by number of the wait, until the lease is released."""
         self._is_new = False
         """Whether the queue has changed since the last `proceed`."""
@@ -263,12 +263,12 @@ class Prefetcher:
         timed = policy is PrefetchPolicy.TIMEOUT
         return policy, timeout_of(timeout, settings.prefetch_timeout if timed else settings.load_timeout)
 
-    def prefetch(self, record: LeaseRecord, policy: PrefetchPolicy, longest: float) -> Wait:
+    def prefetch(self, record: LeaseRecord, policy: PrefetchPolicy, longest: float) -> Waiter:
         """Prefetch the chunks of `record` that are not in the host tier; ends the wait of an earlier prefetch."""
         blocks_request = policy is not PrefetchPolicy.BEST_EFFORT
         former, wait = (
             record.prefetch,
-            Wait(self._transfers.new_id(), self._transfers.now + longest, blocks_request=blocks_request),
+            Waiter(self._transfers.new_id(), self._transfers.now + longest, blocks_request=blocks_request),
         )
         self._schedule(
             record, wait, waits_its_turn=blocks_request and any(before.lacks_room for _, before in self.queue.values())
@@ -284,7 +284,7 @@ class Prefetcher:
             self.proceed()
         return wait
 
-    def cancel(self, wait: Wait) -> None:
+    def cancel(self, wait: Waiter) -> None:
         """End the wait of a request."""
         self._transfers.cancel_wait(wait)
         if self.queue.pop(wait.number, None) is not None:
@@ -339,7 +339,7 @@ class Prefetcher:
         """The nodes of the leased chunks, at most as many as fit in the host tier."""
         return record.nodes(self._state.index)[: self._state.total_room(0)]
 
-    def _schedule(self, record: LeaseRecord, wait: Wait, *, waits_its_turn: bool = False) -> None:
+    def _schedule(self, record: LeaseRecord, wait: Waiter, *, waits_its_turn: bool = False) -> None:
         """Join reads in flight, and schedule reads from colder tiers as far as there is clean room.
 
         The wait `lacks_room` for the others if more may be made, or, with `waits_its_turn`, for all of them.

@@ -45,7 +45,7 @@ from longshore.cache.partial import Partial, PartialPrefixes
 from longshore.cache.remote import RemoteTiers
 from longshore.cache.settings import CacheGroup
 from longshore.cache.state import CacheState, NodeRef
-from longshore.cache.transfers import Load, Transfers, Wait
+from longshore.cache.transfers import Load, Transfers, Waiter
 from longshore.cache.types import UNKNOWN_START, GroupKeys, GroupMatch, Lease, LookupResult, Protection, check_distinct
 from longshore.errors import CacheError, LeaseError
 
@@ -86,7 +86,7 @@ class LeaseRecord:
     request_number: int
     is_multi_group: bool = field(kw_only=True)
     load: Load | None = None
-    prefetch: Wait | None = None
+    prefetch: Waiter | None = None
 
     @property
     def keys(self) -> list[Key]:

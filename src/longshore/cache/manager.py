@@ -526,7 +526,7 @@ class TieredCache:
         return self._state.stats()
 
     def reconcile(self, announced: Announcements[Any]) -> list[tuple[Key, tuple[str, ...]]]:
-        """One step for a reader that has missed events: see `Announcements.compare`."""
+        """The next batch of a comparison for a reader that has missed events: see `Announcements.compare`."""
         state, stores = self._state, {tier.name: tier.announced for tier in self._remote.tiers}
         return announced.compare(Contents(state.log, state.index, state.tier_names, stores))
 

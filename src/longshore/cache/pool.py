@@ -62,7 +62,7 @@ FREE, FILLING, READY, DRAINING = range(len(STATES))
 _LEGAL = bytes((before, after) in EDGES for before in STATES for after in STATES)
 
 
-def step(state: int, to: int, where: str = "") -> int:
+def transition(state: int, to: int, where: str = "") -> int:
     """`to`, if the table has the edge; raises `StateError` otherwise. Both are indices into `STATES`."""
     if not _LEGAL[state * len(STATES) + to]:
         raise StateError(f"{where}a slot cannot go from {STATES[state].value} to {STATES[to].value}")
@@ -159,7 +159,7 @@ class SlotPool:
 
     def move_all(self, indices: Sequence[int] | npt.NDArray[np.int32], before: int, to: int) -> None:
         """Change the state of slots that are all in state `before`."""
-        state, after, at = u8_view(self.state), step(before, to, self.where), as_i32(indices)
+        state, after, at = u8_view(self.state), transition(before, to, self.where), as_i32(indices)
         if state[at].tobytes().count(before) < len(at):
             index = next(index for index in at.tolist() if state[index] != before)
             found = STATES[state[index]].value
@@ -227,7 +227,7 @@ class SlotPool:
 
     def move(self, index: int, to: int) -> None:
         """Change the state of a slot; raises `StateError` for an edge that the table does not have."""
-        self.state[index] = step(self.state[index], to, self.where)
+        self.state[index] = transition(self.state[index], to, self.where)
         if to == FREE:
             self.node[index] = 0
             self._give_back(array("i", (index,)))

@@ -246,7 +246,7 @@ class RecomputeGate:
 
     def _route(self, tier: str) -> _RouteModel:
         if tier not in self._routes:
-            raise CacheError(f"the gate knows the tiers {', '.join(self._routes)}, got {tier!r}")
+            raise CacheError(f"expected a tier of {list(self._routes)}, got {tier!r}")
         return self._routes[tier]
 
     def _gain(

@@ -2,7 +2,7 @@
 
 A job has ended when every rank has reported it. An item has succeeded if it did on all ranks.
 
-`Waits` holds which requests wait for reads into the host tier, and until when.
+`Waiters` holds which requests wait for reads into the host tier, and until when.
 
     request 1 ── until 10.0 ──┐
     request 2 ── until 14.5 ──┴──► job 7        cancelled when no request waits for it any more
@@ -141,7 +141,7 @@ class Job:
     of_first: bool = False
     pending_ranks: set[int] = field(init=False)
     statuses: list[Status] = field(init=False)
-    waits: dict[int, Wait] = field(init=False, default_factory=dict)
+    waits: dict[int, Waiter] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.pending_ranks = set(range(self.transfer.ranks))
@@ -186,7 +186,7 @@ class Job:
 
 
 @dataclass(slots=True, eq=False)
-class Wait:
+class Waiter:
     """The wait of one request for reads, until `deadline`.
 
     `jobs` are the reads that have not ended, `load` is the load that needs them, if any. The engine does not run the
@@ -206,15 +206,15 @@ class Wait:
         return not self.jobs and (self.load is None or self.load.outcome is not None)
 
 
-class Waits:
+class Waiters:
     """The waits that are not over, ordered by deadline."""
 
     def __init__(self) -> None:
-        self.open: dict[int, Wait] = {}
+        self.open: dict[int, Waiter] = {}
         """By number."""
         self._due: list[tuple[float, int]] = []
 
-    def begin(self, wait: Wait) -> None:
+    def begin(self, wait: Waiter) -> None:
         """Add `wait`, unless it is over."""
         if wait.is_over:
             return
@@ -223,7 +223,7 @@ class Waits:
         self.open[wait.number] = wait
         heapq.heappush(self._due, (wait.deadline, wait.number))
 
-    def join(self, wait: Wait, jobs: Iterable[Job]) -> None:
+    def join(self, wait: Waiter, jobs: Iterable[Job]) -> None:
         """`wait` waits for these reads, too."""
         for job in jobs:
             job.waits[wait.number] = wait
@@ -241,9 +241,9 @@ class Waits:
         if wait is not None and wait.is_over:
             del self.open[number]
 
-    def due(self, now: float) -> list[Wait]:
+    def due(self, now: float) -> list[Waiter]:
         """The waits whose deadline has passed, in order; each is returned once."""
-        found: list[Wait] = []
+        found: list[Waiter] = []
         while self._due and self._due[0][0] <= now:
             wait = self.open.get(heapq.heappop(self._due)[1])
             if wait is not None:
@@ -268,7 +268,7 @@ class Transfers:
         self.generation = generation
         self.jobs: dict[int, Job] = {}
         self.outbox: list[Command] = []
-        self.waits = Waits()
+        self.waits = Waiters()
         self.now = 0.0
         self._last_id = 0
         self.writing: dict[int | str, int] = dict.fromkeys(range(len(state.tiers)), 0)
@@ -283,14 +283,14 @@ class Transfers:
         self._last_id += 1
         return self._last_id
 
-    def join(self, wait: Wait, slots: Sequence[int]) -> tuple[int, ...]:
+    def join(self, wait: Waiter, slots: Sequence[int]) -> tuple[int, ...]:
         """Have `wait` wait for the jobs that fill these slots of the host tier; returns the jobs."""
         writer = self.state.pools[0].writer
         jobs = tuple(dict.fromkeys(writer[slot] for slot in slots if slot in writer)) if writer else ()
         self.waits.join(wait, [self.jobs[job] for job in jobs])
         return jobs
 
-    def cancel_wait(self, wait: Wait) -> None:
+    def cancel_wait(self, wait: Waiter) -> None:
         """End a wait. Reads that no other request waits for are cancelled; they own their slots until they end."""
         for job in sorted(wait.jobs):
             waits = self.jobs[job].waits

@@ -149,7 +149,7 @@ class Runtime:
             raise TierClosedError("the tiers belong to the process that forked this one; open them in this one, too")
         with self._lock:
             if self.closed:
-                raise TierClosedError("the runtime was closed")
+                raise TierClosedError("the tiers were closed; open them again")
             with self._typed_faults():
                 if not (is_inner := self._in_batch):
                     self._cache.apply_results((), self.clock())

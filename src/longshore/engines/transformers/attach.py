@@ -168,7 +168,9 @@ class Tiers:
     def keys(self, tokens: Sequence[int]) -> list[list[Key]]:
         """The keys of the whole chunks of a prompt, of the one KV cache group. Raises `EngineError` without tiers."""
         if (stack := self.stack) is None:
-            raise EngineError("there are no tiers now")
+            raise EngineError(
+                "no tiers are open: the first engine of the model opens them; `failure` says why it could not"
+            )
         with stack.runtime.locked() as cache:
             return [chain(stack.scope.digest, tokens, cache.settings.first_tokens)]
 
@@ -380,7 +382,8 @@ def tiered(model: Any, config: Config, *, open_file: Callable[..., Tier] = FileT
         raise EngineError(f"{type(model).__name__} cannot be served with tiers: {reason}")
     if getattr(model, "_cached_continuous_batching_manager", None) is not None:
         raise EngineError(
-            "the model keeps a manager of an earlier session: destroy_cached_continuous_batching_manager()"
+            "the model keeps a manager of an earlier session: call its "
+            "destroy_cached_continuous_batching_manager() first"
         )
     tiers = Tiers(model, config, open_file)
     ours = TieredAllocator.over(tiers)
