@@ -232,7 +232,7 @@ def _to_files_and_back(folder: Path, device: Device, where: str, count: int, lib
     with open_stack(config, layout, scope, device, open_gds=open_gds) as stack:
         stack.transfer_engine.begin_step(None)
         begun = time.perf_counter()
-        with stack.runtime.transaction() as cache:
+        with stack.runtime.batch() as cache:
             job = cache.store({0: GroupKeys(keys)}, {0: blocks})[0].job
         if job is None or not stack.runtime.wait_jobs([job], _GDS_PATIENCE):
             raise BenchError(f"{count} images were not stored within {_GDS_PATIENCE:.0f} s")
@@ -240,7 +240,7 @@ def _to_files_and_back(folder: Path, device: Device, where: str, count: int, lib
         rows.zero_()
         stack.transfer_engine.begin_step(None)
         begun = time.perf_counter()
-        with stack.runtime.transaction() as cache:
+        with stack.runtime.batch() as cache:
             lease = cache.lookup({0: GroupKeys(keys)}, stack.runtime.clock()).lease
             if lease is None:
                 raise BenchError("cuFile stored no image: its log (cufile.log) says why")

@@ -34,7 +34,7 @@ def serve(pipe: Connection, namespace: bytes, image_bytes: int, port: int) -> No
     slabs = Slabs(image_bytes, (image_bytes,), 2 * IMAGES)
     cache = TieredCache([TierSpec(HOST, slabs, image_bytes)], CacheSettings())
     runtime = Runtime(cache, [])
-    with runtime.transaction() as control:
+    with runtime.batch() as control:
         order = control.store({0: GroupKeys(images.keys[:IMAGES])})[0]
         if order.job is None or len(order.positions) < IMAGES:
             raise SystemExit("the host tier has no room")

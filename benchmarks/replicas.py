@@ -35,7 +35,7 @@ import numpy as np
 import torch
 
 from longshore.boundary import HOST, Key, Slabs
-from longshore.cache import CacheSettings, Found, GroupKeys, TieredCache, TierSpec
+from longshore.cache import CacheSettings, GroupKeys, LookupResult, TieredCache, TierSpec
 from longshore.cache.eviction import DEFAULT_POLICY, LRU
 from longshore.layout import KVLayout, from_rows
 from longshore.runtime import KeyedMover, Runtime
@@ -106,13 +106,13 @@ class Replica:
         if found.probes:
             self._over(found)
             runtime.wait_jobs(found.probes, TIMEOUT)
-        with runtime.transaction() as cache:
+        with runtime.batch() as cache:
             jobs = cache.prefetch({0: GroupKeys(keys)}, runtime.clock())
         runtime.wait_jobs(jobs, TIMEOUT)
         if found.probes:
             found = self._look(keys)
         if found.lease is not None:
-            with runtime.transaction() as cache:
+            with runtime.batch() as cache:
                 cache.load(found.lease, {0: range(found.num_chunks)})
             outcome = runtime.wait_load(found.lease, TIMEOUT).outcome
             hits = 0 if outcome is None else outcome.num_chunks
@@ -131,13 +131,13 @@ class Replica:
         self._arena.close()
         return counted + self.hits
 
-    def _look(self, keys: list[Key]) -> Found:
-        with self._runtime.transaction() as cache:
+    def _look(self, keys: list[Key]) -> LookupResult:
+        with self._runtime.batch() as cache:
             return cache.lookup({0: GroupKeys(keys)}, self._runtime.clock())
 
-    def _over(self, found: Found) -> None:
+    def _over(self, found: LookupResult) -> None:
         if found.lease is not None:
-            with self._runtime.transaction() as cache:
+            with self._runtime.batch() as cache:
                 cache.release(found.lease)
 
     def _compare(self, keys: Sequence[Key]) -> None:
@@ -152,7 +152,7 @@ class Replica:
             self._bytes[first : len(keys)] = np.tile(made, IMAGE // KEY_BYTES)
             again = True
             while again:
-                with self._runtime.transaction() as cache:
+                with self._runtime.batch() as cache:
                     order = cache.store({0: GroupKeys(keys, first)}, {0: range(first, len(keys))})[0]
                 again = order.retry
                 if again or order.job is not None:

@@ -23,8 +23,8 @@ def residents_of(cache: TieredCache) -> list[Resident]:
     state, index = cache._state, cache._state.index
     nodes = index.all_nodes().tolist()
     return [
-        Resident(index.key[node], before, Slot(level.name, pool.pool_of(slot), slot), STATES[pool.state[slot]])
+        Resident(index.key[node], before, Slot(tier.name, pool.size_class_of(slot), slot), STATES[pool.state[slot]])
         for node, before in zip(nodes, index.parent_keys(nodes), strict=True)
-        for level, pool, slots in zip(state.levels, state.pools, index.slot, strict=True)
+        for tier, pool, slots in zip(state.tiers, state.pools, index.slot, strict=True)
         if (slot := slots[node]) >= 0
     ]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 
 import pytest
+
+from longshore.boundary import Slot
 
 BLOCK = """
 import sys
@@ -65,3 +68,13 @@ def test_importing_longshore_brings_in_neither_torch_nor_an_engine() -> None:
         "heavy = {'torch', 'transformers', 'numpy', 'pydantic', 'plotly', 'typer'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
+
+
+def test_former_names_return_the_new_ones_with_a_warning() -> None:
+    cache = importlib.import_module("longshore.cache")
+    with pytest.warns(DeprecationWarning, match="cache.Found was renamed: use LookupResult"):
+        assert cache.Found is cache.LookupResult
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = cache.Nothing
+    with pytest.warns(DeprecationWarning, match="Slot.pool was renamed: use size_class"):
+        assert Slot("host", 3, 1).pool == 3  # type: ignore[attr-defined]

@@ -61,16 +61,16 @@ def test_every_label_is_exported_at_zero() -> None:
 def test_metrics_are_the_counters_of_the_control_plane() -> None:
     runtime, mover = make()
     found = registry(runtime)
-    with runtime.transaction() as cache:
+    with runtime.batch() as cache:
         cache.store({0: GroupKeys(PATH)}, {0: (0, 1)})
     assert found.get_sample_value("longshore_jobs_in_flight") == 1
     mover.end(Status.OK, Status.IO_ERROR)
     runtime.pump()
-    with runtime.transaction() as cache:
+    with runtime.batch() as cache:
         cache.lookup({0: GroupKeys(PATH)}, 0.0, protect=Protection.STEP, count=False)
         assert cache.protected == 1
     assert found.get_sample_value("longshore_leases") == 0
-    with runtime.transaction() as cache:
+    with runtime.batch() as cache:
         hold = cache.lookup({0: GroupKeys(PATH)}, 0.0).lease
         assert hold is not None
         cache.load(hold, {0: (5,)})
@@ -92,7 +92,7 @@ def test_waits_for_device_blocks_and_late_blocks_are_counted() -> None:
     cache = TieredCache([TierSpec("host", 4, IMAGE_BYTES)])
     runtime = Runtime(cache, [Scripted(Route("device", "host"))], clock=lambda: float(next(ticks)))
     found, guard = registry(runtime), BlockGuard(runtime, 1.0)
-    with runtime.transaction() as cache:
+    with runtime.batch() as cache:
         job = cache.store({0: GroupKeys(PATH)}, {0: (0, 1)})[0].job
     assert job is not None
     guard.add(job, (0, 1))
@@ -114,7 +114,7 @@ def test_each_metric_is_described_and_exported_once() -> None:
 def test_a_scrape_starts_no_transfer_and_works_after_close() -> None:
     runtime, mover = make()
     found = registry(runtime)
-    with runtime.transaction() as cache:
+    with runtime.batch() as cache:
         cache.store({0: GroupKeys(PATH[:1])}, {0: (0,)})
     polls = mover.polls
     assert b"longshore_jobs_in_flight 1.0" in generate_latest(found)
@@ -167,7 +167,7 @@ def test_probed_chunks_are_counted_by_answer() -> None:
     runtime = Runtime(cache, [])
     found, labels = registry(runtime), {"tier": "store", "answer": "no_answer"}
     assert found.get_sample_value("longshore_probed_chunks_total", labels) == 0
-    with runtime.transaction() as control:
+    with runtime.batch() as control:
         control.lookup({0: GroupKeys(PATH)}, 0.0)  # nobody is there to ask
     assert found.get_sample_value("longshore_probed_chunks_total", labels) == len(PATH)
     assert found.get_sample_value("longshore_dropped_chunks_total", {"tier": "store", "reason": "write_failed"}) == 0
@@ -176,7 +176,7 @@ def test_probed_chunks_are_counted_by_answer() -> None:
 def test_a_repeated_lookup_is_counted_when_requested() -> None:
     runtime, _ = make()
     found = registry(runtime)
-    with runtime.transaction() as cache:
+    with runtime.batch() as cache:
         for _ in range(5):
             cache.lookup({0: GroupKeys(PATH)}, 0.0, count=False)
         assert found.get_sample_value("longshore_miss_chunks_total", {"reason": "absent"}) == 0
@@ -186,13 +186,13 @@ def test_a_repeated_lookup_is_counted_when_requested() -> None:
 
 def test_a_device_pool_is_not_replaced_while_jobs_use_it() -> None:
     runtime, mover = make()
-    with runtime.transaction() as cache:
+    with runtime.batch() as cache:
         cache.store({0: GroupKeys(PATH[:1])}, {0: (0,)})
         with pytest.raises(CacheError, match="1 jobs in flight"):
             cache.replace_device(8)
     mover.end(Status.OK)
     runtime.pump()
-    with runtime.transaction() as cache:
+    with runtime.batch() as cache:
         cache.replace_device(8)
         with pytest.raises(CacheError, match=r"\[0, 8\)"):
             cache.store({0: GroupKeys(PATH)}, {0: (8, 9)})
@@ -200,12 +200,12 @@ def test_a_device_pool_is_not_replaced_while_jobs_use_it() -> None:
 
 def test_a_mover_that_is_removed_leaves_no_job_behind() -> None:
     runtime, mover = make()
-    with runtime.transaction() as cache:
+    with runtime.batch() as cache:
         job = cache.store({0: GroupKeys(PATH[:1])}, {0: (0,)})[0].job
     assert job is not None
     mover.end(Status.OK)
     runtime.remove(mover, 1.0)
     assert not runtime.in_flight(job)
-    with runtime.transaction() as cache:
+    with runtime.batch() as cache:
         late = cache.store({0: GroupKeys(PATH)}, {0: (0, 1)})[0].job
     assert late is None or not runtime.in_flight(late)

@@ -2,7 +2,7 @@
 
 An engine calls in this order:
 
-    lookup     the longest prefix in device and tiers            Found; what the tiers have is leased
+    lookup     the longest prefix in device and tiers            LookupResult; what the tiers have is leased
     load       fill these device blocks                          a PendingCopy, which owns the lease
     copy       the first tokens of one block into another        a PendingCopy
         pending.wait_layer(3)    before layer 3 is computed: has it arrived?
@@ -24,9 +24,9 @@ from longshore.cache import (
     CacheGroup,
     CacheSettings,
     DeviceCopy,
-    Found,
     GroupKeys,
     Lease,
+    LookupResult,
     PromptTokens,
     TieredCache,
     TierSpec,
@@ -57,11 +57,11 @@ class NoTiers:
     def end_step(self) -> None:
         """The step's layers have been computed."""
 
-    def lookup(self, paths: Mapping[int, GroupKeys]) -> Found:
+    def lookup(self, paths: Mapping[int, GroupKeys]) -> LookupResult:
         """The longest prefix of which every group has what the next token sees; its chunks in the tiers are leased."""
         return self._cache.lookup(paths, 0.0)
 
-    def release(self, found: Found) -> None:
+    def release(self, found: LookupResult) -> None:
         """Release the lease of a prefix that is not loaded."""
 
     def load(self, lease: Lease, blocks: Mapping[int, Sequence[int]]) -> PendingCopy:
@@ -115,21 +115,21 @@ class Tiers(NoTiers):
         """No jobs are named: compute has waited for each layer that it read, and the guard keeps the other blocks."""
         self.stack.transfer_engine.end_step(self._compute, jobs=())
 
-    def lookup(self, paths: Mapping[int, GroupKeys]) -> Found:
+    def lookup(self, paths: Mapping[int, GroupKeys]) -> LookupResult:
         """One lookup of the control plane for all groups, each of whose keys have a root of their own."""
-        with self.stack.runtime.transaction() as cache:
+        with self.stack.runtime.batch() as cache:
             return cache.lookup(paths, self.stack.runtime.clock())
 
-    def release(self, found: Found) -> None:
+    def release(self, found: LookupResult) -> None:
         """Release the lease."""
         if found.lease is not None:
-            with self.stack.runtime.transaction() as cache:
+            with self.stack.runtime.batch() as cache:
                 cache.release(found.lease)
 
     def load(self, lease: Lease, blocks: Mapping[int, Sequence[int]]) -> PendingCopy:
         """One job for all groups, layer by layer if so configured; it begins when all reads from files have ended."""
         filled = [block for each in blocks.values() for block in each]
-        with self.stack.runtime.transaction() as cache:
+        with self.stack.runtime.batch() as cache:
             order = cache.load(lease, blocks, by_layer=self.by_layer)
             for part in order.jobs:
                 self._guard.add(part.job, filled)
@@ -139,14 +139,14 @@ class Tiers(NoTiers):
     def copy(self, group: int, source: int, block: int, tokens: int) -> PendingCopy | None:
         """A transfer inside the device pool; if `source` is in flight, the copy waits for it."""
         slot = Slot(DEVICE, self.stack.layout.pools[group], source)
-        with self.stack.runtime.transaction() as cache:
+        with self.stack.runtime.batch() as cache:
             job = cache.load({group: DeviceCopy([slot], tokens)}, {group: [block]}).jobs[0].job
             self._guard.add(job, (source, block))
         return PendingCopy(self, [block], job)
 
     def store(self, group: int, path: Sequence[Key], blocks: Sequence[int], first: int, text: PromptTokens) -> set[int]:
         """Offload the blocks that no tier has. The guard keeps them until they have been read."""
-        with self.stack.runtime.transaction() as cache:
+        with self.stack.runtime.batch() as cache:
             offload = cache.store({group: GroupKeys(path, first, prompt_tokens=text)}, {group: blocks})[group]
             if offload.job is not None:
                 self._guard.add(offload.job, [blocks[position - first] for position in offload.positions])
@@ -161,7 +161,7 @@ class Tiers(NoTiers):
             raise TimeoutError("copies still touch the device memory")
         self._guard.drain()
         if clear:
-            with runtime.transaction() as cache:
+            with runtime.batch() as cache:
                 cache.reset()
 
 
@@ -227,7 +227,7 @@ class PendingLoad(PendingCopy):
 
     def close(self) -> bool:
         """Release the lease."""
-        with self.tiers.stack.runtime.transaction() as cache:
+        with self.tiers.stack.runtime.batch() as cache:
             outcome = cache.progress(self._lease).outcome
             cache.release(self._lease)
         return outcome is not None and outcome.num_chunks == len(self.blocks)

@@ -24,7 +24,7 @@ import torch
 from examples.reference_engine.connector import NoTiers, PendingCopy
 from examples.reference_engine.model import Decoder
 from examples.reference_engine.pool import DevicePool, Known
-from longshore.cache import Found, GroupKeys, Need, PromptTokens
+from longshore.cache import GroupKeys, GroupMatch, LookupResult, PromptTokens
 from longshore.errors import CapacityError, EngineError
 from longshore.keys import KeyChain, Scope
 
@@ -93,7 +93,7 @@ class _Part(NamedTuple):
     source: Known | None
 
     @classmethod
-    def of(cls, need: Need, keys: Sequence[bytes], pool: DevicePool) -> _Part:
+    def of(cls, need: GroupMatch, keys: Sequence[bytes], pool: DevicePool) -> _Part:
         cached = {at: pool.index[keys[at]] for at in range(need.first, need.end) if at not in set(need.load)}
         if need.partial is None:
             return cls(need.first, need.end, cached, list(need.load), None)
@@ -218,7 +218,7 @@ class Engine:
         if request.replay is not None and found.tokens != request.replay.hit:
             self.tiers.release(found)
             raise EngineError(f"{request.replay.hit} tokens are to be replayed, only {found.tokens} can be")
-        parts = [_Part.of(need, each.keys, self.pool) for need, each in zip(found.needs, request.chains, strict=True)]
+        parts = [_Part.of(need, each.keys, self.pool) for need, each in zip(found.matches, request.chains, strict=True)]
         shared = [self.pool.share(known) for part in parts for known in part.shared]
         totals = self._blocks_of(request)
         try:
@@ -231,9 +231,9 @@ class Engine:
         request.tables = [part.table(fresh, total) for part, total in zip(parts, totals, strict=True)]
         request.pending = list(dict.fromkeys(arriving)) + self._fill(request, found, parts)
         self.pool.give([part.source.block for part in parts if part.source is not None])
-        request.computed, request.published = found.tokens, [need.first for need in found.needs]
+        request.computed, request.published = found.tokens, [need.first for need in found.matches]
         self._turns += 1
-        sources = tuple(need.partial.key if need.partial else b"" for need in found.needs)
+        sources = tuple(need.partial.key if need.partial else b"" for need in found.matches)
         request.schedule = Schedule(self._turns, found.tokens, sources)
         request.hits = self._hits(found)
 
@@ -249,17 +249,17 @@ class Engine:
         text = PromptTokens(request.tokens[:most], self._roots[group], beside)
         return GroupKeys(keys, device=[key in self.pool.index for key in keys], prompt_tokens=text)
 
-    def _fill(self, request: Request, found: Found, parts: Sequence[_Part]) -> list[PendingCopy]:
+    def _fill(self, request: Request, found: LookupResult, parts: Sequence[_Part]) -> list[PendingCopy]:
         """Have the tables of `request` filled with what was found: by one load, and copies inside the device."""
         pending: list[PendingCopy] = []
         if found.lease is not None:
             tables = enumerate(zip(parts, request.tables, strict=True))
             blocks = {group: [table[at] for at in part.loaded] for group, (part, table) in tables}
             pending.append(self.tiers.load(found.lease, blocks))
-            for group, need in enumerate(found.needs):
+            for group, need in enumerate(found.matches):
                 for at in need.load:
                     self.pool.publish(self._known(request, group, at, request.tables[group][at]))
-        for group, (part, need) in enumerate(zip(parts, found.needs, strict=True)):
+        for group, (part, need) in enumerate(zip(parts, found.matches, strict=True)):
             if part.source is not None and need.partial is not None:
                 own = request.tables[group][need.end]
                 copy = self.tiers.copy(group, part.source.block, own, need.partial.tokens)
@@ -267,12 +267,12 @@ class Engine:
         self._pending.update((block, copy) for copy in pending for block in copy.blocks)
         return pending
 
-    def _hits(self, found: Found) -> Counter[str]:
+    def _hits(self, found: LookupResult) -> Counter[str]:
         unit = math.lcm(*(group.block_size for group in self._groups))
-        partials = [need.partial for need in found.needs if need.partial is not None]
+        partials = [need.partial for need in found.matches if need.partial is not None]
         loaded = max(
             len(need.load) * group.block_size + (need.partial.tokens if need.partial and not need.partial.device else 0)
-            for need, group in zip(found.needs, self._groups, strict=True)
+            for need, group in zip(found.matches, self._groups, strict=True)
         )
         copied = found.tokens % unit if partials and all(partial.device for partial in partials) else 0
         return Counter(device=found.tokens - loaded - copied, tiers=loaded, copied=copied)

@@ -2,7 +2,7 @@
 
     control plane (longshore.cache)              data plane (longshore.transfer, longshore.tiers)
 
-        take_commands() ── Transfer, Probe, Cancel, Forget, Discard ──►   movers move bytes and report;
+        take_commands() ── Transfer, Probe, Cancel, Reset, DeleteRecords ►   movers move bytes and report;
         apply_results() ◄──────── TransferResult, ProbeResult ─────────   they decide nothing
 
 The types are plain, frozen, picklable data. Both planes import this module; it imports neither, and no torch.
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol, Self, TypeVar, overload
 import numpy as np
 import numpy.typing as npt
 
-from longshore.errors import LayoutError, PlanError
+from longshore.errors import LayoutError, PlanError, former_name, former_names
 
 DEVICE = "device"
 HOST = "host"
@@ -39,12 +39,15 @@ Key = bytes
 class Slot(NamedTuple):
     """The position of one chunk image in a tier that Longshore owns.
 
-    `pool` is the physical pool inside the tier (one per image size), `index` the slot within it.
+    `size_class` is the number of its image size in a tier, of its block pool on the device; `index` is the slot.
     """
 
     tier: str
-    pool: int
+    size_class: int
     index: int  # type: ignore[assignment]  # hides `tuple.index`, which nobody needs here
+
+
+Slot.pool = former_name("pool", "size_class")  # type: ignore[attr-defined]
 
 
 class Route(NamedTuple):
@@ -63,10 +66,10 @@ class Route(NamedTuple):
         return "its blocks are misses" if is_read else "its blocks were not stored"
 
     @staticmethod
-    def coldest(routes: Iterable[Route]) -> str:
-        """The names of the coldest tiers of `routes`, for logs."""
-        names = {name for route in routes for name in route}
-        return " and ".join(sorted(names - {DEVICE, HOST} or names - {DEVICE} or names))
+    def mover_name(routes: Iterable[Route]) -> str:
+        """What the mover of `routes` is, for logs: that of a tier below host memory, or of copies at the device."""
+        names = sorted({name for route in routes for name in route} - {DEVICE, HOST})
+        return f"{' and '.join(names)} tier" if names else "copies between device and host memory"
 
 
 class Item(NamedTuple):
@@ -90,16 +93,16 @@ _new_item: Callable[[Iterable[object]], Item] = partial(tuple.__new__, Item)
 # Named tuples from C: there may be thousands in one go, and their own constructors run in Python.
 
 
-def addresses(tier: str, pool: int, indices: Iterable[int]) -> Iterator[Slot]:
-    """The slots of one pool by their indices."""
-    return map(_new_slot, zip(repeat(tier), repeat(pool), indices, strict=False))
+def addresses(tier: str, size_class: int, indices: Iterable[int]) -> Iterator[Slot]:
+    """The slots of one size class by their indices."""
+    return map(_new_slot, zip(repeat(tier), repeat(size_class), indices, strict=False))
 
 
 class Slots(NamedTuple):
-    """Slots of one pool, by their indices."""
+    """Slots of one size class, by their indices."""
 
     tier: str
-    pool: int
+    size_class: int
     indices: tuple[int, ...]
 
 
@@ -141,16 +144,16 @@ class Addresses(_Rows[Slot]):
         return addresses(*self.of)
 
     def _row(self, at: int) -> Slot:
-        return Slot(self.of.tier, self.of.pool, self.of.indices[at])
+        return Slot(self.of.tier, self.of.size_class, self.of.indices[at])
 
 
 class StoredChunk(NamedTuple):
-    """A chunk that a tier recovered at start: `key` (child of `parent`) is in `slot` of `pool`."""
+    """A chunk that a tier recovered at start: `key` (child of `parent`) is in `slot` of `size_class`."""
 
     slot: int
     key: Key
     parent: Key | None
-    pool: int = 0
+    size_class: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,14 +165,14 @@ class StoredChunks(Sequence[StoredChunk]):
         keys: Dtype `V32` for digests of 32 bytes; object (bytes) if keys differ in length.
         parents: Keys of parents; meaningless without one.
         has_parent: bool.
-        pools: int64.
+        size classes: int64.
     """
 
     slots: npt.NDArray[np.int64]
     keys: npt.NDArray[Any]
     parents: npt.NDArray[Any]
     has_parent: npt.NDArray[np.bool_]
-    pools: npt.NDArray[np.int64]
+    size_classes: npt.NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -177,7 +180,7 @@ class StoredChunks(Sequence[StoredChunk]):
     def __iter__(self) -> Iterator[StoredChunk]:
         parents = (each if has else None for each, has in zip(self.parents.tolist(), self.has_parent, strict=True))
         keys: list[Key] = self.keys.tolist()
-        return map(StoredChunk, self.slots.tolist(), keys, parents, self.pools.tolist())
+        return map(StoredChunk, self.slots.tolist(), keys, parents, self.size_classes.tolist())
 
     @overload
     def __getitem__(self, at: int) -> StoredChunk: ...
@@ -187,7 +190,7 @@ class StoredChunks(Sequence[StoredChunk]):
         if isinstance(at, slice):
             return list(self)[at]
         parent = bytes(self.parents[at]) if self.has_parent[at] else None
-        return StoredChunk(self.slots.item(at), bytes(self.keys[at]), parent, self.pools.item(at))
+        return StoredChunk(self.slots.item(at), bytes(self.keys[at]), parent, self.size_classes.item(at))
 
     def __eq__(self, other: object) -> bool:
         return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
@@ -198,21 +201,21 @@ class StoredChunks(Sequence[StoredChunk]):
     @classmethod
     def of(cls, chunks: Sequence[tuple[int, Key, Key | None, int]]) -> StoredChunks:
         """`chunks` as columns. Raises `TypeError`, `ValueError` or `OverflowError` where they are of other types."""
-        slots, keys, parents, pools = zip(*chunks, strict=True) if chunks else ((), (), (), ())
+        slots, keys, parents, size_classes = zip(*chunks, strict=True) if chunks else ((), (), (), ())
         has_parent = np.array([parent is not None for parent in parents], bool)
         names = [*keys, *(keys[0] if parent is None else parent for parent in parents)]
         if not all(isinstance(key, bytes) and key for key in names):
             raise TypeError("expected keys and parents as digests (non-empty bytes)")
         lengths = set(map(len, names)) or {1}
         table = np.array(names, object if len(lengths) > 1 else f"V{max(lengths)}")
-        columns = (np.frombuffer(array("q", each), np.int64) for each in (slots, pools))
-        slot_column, pool_column = columns
-        return cls(slot_column, table[: len(keys)], table[len(keys) :], has_parent, pool_column)
+        columns = (np.frombuffer(array("q", each), np.int64) for each in (slots, size_classes))
+        slot_column, class_column = columns
+        return cls(slot_column, table[: len(keys)], table[len(keys) :], has_parent, class_column)
 
     def where(self, wanted: npt.NDArray[np.bool_] | npt.NDArray[np.int64] | slice) -> StoredChunks:
         """Those that are `wanted`: bool, shape `(n,)`; or those at these positions."""
         keys, parents = self.keys[wanted], self.parents[wanted]
-        return StoredChunks(self.slots[wanted], keys, parents, self.has_parent[wanted], self.pools[wanted])
+        return StoredChunks(self.slots[wanted], keys, parents, self.has_parent[wanted], self.size_classes[wanted])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -236,7 +239,7 @@ class Items(_Rows[Item]):
 
     def _row(self, at: int) -> Item:
         source, destination = (
-            None if side is None else Slot(side.tier, side.pool, side.indices[at])
+            None if side is None else Slot(side.tier, side.size_class, side.indices[at])
             for side in (self.source, self.destination)
         )
         return Item(self.keys[at], self.parents[at], source, destination)
@@ -297,8 +300,8 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
-    """A reset: tiers that outlive the process must not serve records from before `generation`.
+class Reset:
+    """Tiers that outlive the process must not serve records from before `generation`.
 
     With `weights`, records of the new generation are of other weights than an engine that starts later may expect.
     """
@@ -308,8 +311,8 @@ class Forget:
 
 
 @dataclass(frozen=True, slots=True)
-class Discard:
-    """Discard the records in `slots` of `tier`, which outlives the process: they must not be recovered."""
+class DeleteRecords:
+    """Delete the records in `slots` of `tier`, which outlives the process: they must not be recovered."""
 
     tier: str
     slots: tuple[int, ...]
@@ -330,7 +333,7 @@ class Probe:
     ranks: int = 1
 
 
-Command = Transfer | Probe | Cancel | Forget | Discard
+Command = Transfer | Probe | Cancel | Reset | DeleteRecords
 
 
 class Status(enum.Enum):
@@ -443,11 +446,8 @@ I64 = npt.NDArray[np.int64]
 DISK_PAGE = 4096
 """Alignment of every image in bytes, as required by direct I/O. (A page of a layer is another thing: `PageRef`.)"""
 
-_LOSS = 1 / 16
-"""Largest acceptable waste at the end of a slab, as a share."""
-
-_LEAST_SLABS = 16
-"""Least number of slabs per image size, if possible."""
+_LOSS = 1 / 16  # largest acceptable waste at the end of a slab, as a share
+_LEAST_SLABS = 16  # for each image size, if possible
 
 
 def align(size: int) -> int:
@@ -463,15 +463,15 @@ class Slabs:
         used for  │ A │ A │ A │ A │ ··│ B       │ B       │ nothing           │
         index       0   1   2   3       4         5         8                     stride 4: the most images in a slab
 
-    A *pool* is one image size. A slot is (tier, pool, index), with one space of indices for all sizes of the tier:
-    `index = slab * stride + position`. Attributes of slots therefore need one column for all sizes; only allocation
-    and byte offsets depend on sizes. With one size, a slab is one image, and indices count images.
+    A *size class* is one image size. A slot is (tier, size class, index), with one space of indices for all sizes of
+    the tier: `index = slab * stride + position`. Attributes of slots therefore need one column for all sizes; only
+    allocation and byte offsets depend on sizes. With one size, a slab is one image, and indices count images.
 
     Attributes:
         slab_bytes: Bytes of one slab.
-        image_bytes: Bytes of an image, by pool, including what the tier stores with it.
+        image_bytes: Bytes of an image, by size class, including what the tier stores with it.
         slabs: How many slabs there are; may be zero.
-        images: Images that a slab has room for, by pool.
+        images: Images that a slab has room for, by size class.
         stride: The maximum of these: the indices of one slab.
 
     Raises:
@@ -505,9 +505,8 @@ class Slabs:
         Small slabs cost least to reclaim for another size. There may be none, if `nbytes` is too small.
         """
         sizes = tuple(image_bytes)
-        largest = max(sizes, default=0)
+        best = largest = max(sizes, default=0)
         cls(largest, sizes, 0)  # which says what is wrong
-        best = largest
         for slab_bytes in range(largest, max(largest, nbytes // (_LEAST_SLABS * len(sizes))) + 1, largest):
             if _loss(slab_bytes, sizes) < _loss(best, sizes):
                 best = slab_bytes
@@ -526,69 +525,69 @@ class Slabs:
         return self.slabs * self.stride
 
     def slab_of(self, index: int) -> int:
-        """The slab of slot `index`, for any pool."""
+        """The slab of slot `index`, for any size class."""
         if not 0 <= index < self.indices:
             raise PlanError(f"expected a slot in [0, {self.indices}), got {index}")
         return index // self.stride
 
-    def slots_of(self, slab: int, pool: int) -> range:
-        """The slot indices of a slab that is assigned to `pool`."""
-        self._check_pool(pool)
+    def slots_of(self, slab: int, size_class: int) -> range:
+        """The slot indices of a slab that is assigned to `size_class`."""
+        self._check_size_class(size_class)
         if not 0 <= slab < self.slabs:
             raise PlanError(f"expected a slab in [0, {self.slabs}), got {slab}")
-        return range(slab * self.stride, slab * self.stride + self.images[pool])
+        return range(slab * self.stride, slab * self.stride + self.images[size_class])
 
-    def check(self, pool: int, index: int) -> None:
-        """Raise `PlanError` unless `pool` can have a slot `index`."""
-        self.offset(pool, index)
+    def check(self, size_class: int, index: int) -> None:
+        """Raise `PlanError` unless `size_class` can have a slot `index`."""
+        self.offset(size_class, index)
 
-    def offset(self, pool: int, index: int) -> int:
-        """Bytes from the tier's start to the image in slot `index` of `pool`. `PlanError` if there is no such slot."""
+    def offset(self, size_class: int, index: int) -> int:
+        """Bytes from the tier's start to the image in slot `index` of `size_class`. `PlanError` if there is none."""
         slab, position = divmod(index, self.stride)
-        if not (0 <= pool < len(self.images) and 0 <= slab < self.slabs and position < self.images[pool]):
-            self._check_pool(pool)
-            raise self._no_slot(pool, index)
-        return slab * self.slab_bytes + position * self.image_bytes[pool]
+        if not (0 <= size_class < len(self.images) and 0 <= slab < self.slabs and position < self.images[size_class]):
+            self._check_size_class(size_class)
+            raise self._no_slot(size_class, index)
+        return slab * self.slab_bytes + position * self.image_bytes[size_class]
 
-    def offsets(self, pool: int, indices: Sequence[int] | I64) -> I64:
-        """`offset` for many slots of one pool; int64, shape `(len(indices),)`."""
-        self._check_pool(pool)
+    def offsets(self, size_class: int, indices: Sequence[int] | I64) -> I64:
+        """`offset` for many slots of one size class; int64, shape `(len(indices),)`."""
+        self._check_size_class(size_class)
         at = np.asarray(indices, np.int64)
         slab, position = np.divmod(at, self.stride)
-        bad = (at < 0) | (slab >= self.slabs) | (position >= self.images[pool])
+        bad = (at < 0) | (slab >= self.slabs) | (position >= self.images[size_class])
         if bad.any():
-            raise self._no_slot(pool, int(at[bad.argmax()]))
-        offsets: I64 = slab * self.slab_bytes + position * self.image_bytes[pool]
+            raise self._no_slot(size_class, int(at[bad.argmax()]))
+        offsets: I64 = slab * self.slab_bytes + position * self.image_bytes[size_class]
         return offsets
 
-    def overlap_units(self, pool: int, indices: Sequence[int] | I64) -> I64:
-        """The bytes that slots of `pool` share with other pools, as indices of the smallest images there.
+    def overlap_units(self, size_class: int, indices: Sequence[int] | I64) -> I64:
+        """The bytes that slots of `size_class` share with other size classes, as indices of the smallest images there.
 
         Two images overlap only if they have one of these in common; if sizes do not divide, adjacent images may have
         one in common without overlapping. int64, in no particular order; with one size, the indices themselves.
         """
         at, unit = np.asarray(indices, np.int64), min(self.image_bytes)
-        if self.image_bytes[pool] == unit:
+        if self.image_bytes[size_class] == unit:
             return at
         slab, position = np.divmod(at, self.stride)
-        first = position * self.image_bytes[pool]
-        low, high = first // unit, np.minimum((first + self.image_bytes[pool] - 1) // unit, self.stride - 1)
+        first = position * self.image_bytes[size_class]
+        low, high = first // unit, np.minimum((first + self.image_bytes[size_class] - 1) // unit, self.stride - 1)
         span = np.arange(int((high - low).max(initial=0)) + 1)
         return np.unique(slab[:, None] * self.stride + np.minimum(low[:, None] + span, high[:, None]))
 
-    def _check_pool(self, pool: int) -> None:
-        if not 0 <= pool < len(self.image_bytes):
-            raise PlanError(f"expected a pool in [0, {len(self.image_bytes)}), got {pool}")
+    def _check_size_class(self, size_class: int) -> None:
+        if not 0 <= size_class < len(self.image_bytes):
+            raise PlanError(f"expected a size class in [0, {len(self.image_bytes)}), got {size_class}")
 
-    def _no_slot(self, pool: int, index: int) -> PlanError:
+    def _no_slot(self, size_class: int, index: int) -> PlanError:
         return PlanError(
-            f"pool {pool} has slots 0 to {self.images[pool] - 1} of each of {self.slabs} slabs, "
+            f"size class {size_class} has slots 0 to {self.images[size_class] - 1} of each of {self.slabs} slabs, "
             f"{self.stride} indices apart; got {index}"
         )
 
 
 def by_size(image_bytes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The distinct image sizes, ascending, and the pool of each KV cache group, from the groups' image sizes."""
+    """The distinct image sizes, ascending, and the size class of each KV cache group, from the groups' image sizes."""
     sizes = tuple(sorted(set(image_bytes)))
     return sizes, tuple(sizes.index(each) for each in image_bytes)
 
@@ -596,3 +595,6 @@ def by_size(image_bytes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...
 def _loss(slab_bytes: int, sizes: Sequence[int]) -> float:
     """The part of a slab that is lost at its end, for the size that loses most."""
     return max(slab_bytes % each for each in sizes) / slab_bytes
+
+
+__getattr__ = former_names(__name__, {"Discard": "DeleteRecords", "Forget": "Reset"})

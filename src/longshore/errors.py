@@ -13,6 +13,9 @@ import math
 import sys
 import threading
 import time
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
 
 
 class LongshoreError(Exception):
@@ -132,6 +135,28 @@ class ContractError(EngineError):
 
 class CommandError(LongshoreError):
     """A command to a running engine that it cannot read or carry out, or an engine that does not answer."""
+
+
+def former_name(old: str, new: str) -> property:
+    """An attribute or method `old` of a class, which is `new` now: returns that, with a `DeprecationWarning`."""
+
+    def get(self: object) -> Any:
+        warnings.warn(f"{type(self).__name__}.{old} was renamed: use {new}", DeprecationWarning, stacklevel=2)
+        return getattr(self, new)
+
+    return property(get)
+
+
+def former_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """`__getattr__` for `module`: what has another name now, by its former one, with a `DeprecationWarning`."""
+
+    def get(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        warnings.warn(f"{module}.{name} was renamed: use {names[name]}", DeprecationWarning, stacklevel=2)
+        return getattr(sys.modules[module], names[name])
+
+    return get
 
 
 _LOG_SECONDS = 60.0

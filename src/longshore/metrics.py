@@ -94,7 +94,7 @@ class LongshoreCollector(Collector):
             _metric("longshore_block_reuse_waits", guarded.waits),
             _metric("longshore_block_reuse_wait_seconds", guarded.seconds),
             _metric("longshore_block_reuse_timeouts", guarded.late),
-            _metric("longshore_recomputed_chunks", gate.refused if gate is not None else 0),
+            _metric("longshore_recomputed_chunks", gate.recomputed if gate is not None else 0),
         ]
         others = {tier.name: not tier.trouble for tier in (self._file, *self._stores) if tier is not None}
         works = runtime.fault is None and not runtime.closed

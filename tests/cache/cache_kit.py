@@ -4,8 +4,8 @@ A key is the path of branches from the root, padded to 32 bytes: `chunks("aba")`
 padded with says which KV cache group it is of:
 
     .   group 0   full attention     a chunk for each letter, which needs those before it
-    ~   group 1   sliding window     a chunk for each letter, which stands alone
-    =   group 2   recurrent          a chunk for every two letters, which stands alone
+    ~   group 1   sliding window     a chunk for each letter, which is independent
+    =   group 2   recurrent          a chunk for every two letters, which is independent
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from longshore.boundary import FILE, HOST, Key, Slabs, Slot
 from longshore.cache import (
     CacheGroup,
     CacheSettings,
-    Found,
     GroupKeys,
+    LookupResult,
     PromptTokens,
     Protection,
     Residency,
@@ -153,7 +153,7 @@ class Setup(NamedTuple):
             device_blocks=self.device_blocks,
             groups=GROUPS[: max(self.groups, self.partial)],
             partial=self.partial,
-            pools=(0, 1, 0) if self.slabs else (),
+            size_classes=(0, 1, 0) if self.slabs else (),
             probe_timeout=PROBE,
             probe_life=PROBE_LIFE,
             max_probes=self.max_probes,
@@ -177,11 +177,11 @@ class Setup(NamedTuple):
         if not self.slabs:
             return range(slot.index, slot.index + 1)
         slab, position = divmod(slot.index, SLAB_UNITS // min(IMAGE_UNITS))
-        start = slab * SLAB_UNITS + position * IMAGE_UNITS[slot.pool]
-        return range(start, start + IMAGE_UNITS[slot.pool])
+        start = slab * SLAB_UNITS + position * IMAGE_UNITS[slot.size_class]
+        return range(start, start + IMAGE_UNITS[slot.size_class])
 
 
-def lookup(cache: TieredCache, keys: Sequence[Key], now: float, first: int = 0, **how: Any) -> Found:
+def lookup(cache: TieredCache, keys: Sequence[Key], now: float, first: int = 0, **how: Any) -> LookupResult:
     """`TieredCache.lookup` of one path."""
     path = {name: how.pop(name) for name in ("prompt_tokens",) if name in how}
     return cache.lookup({how.pop("group", 0): GroupKeys(keys, first, **path)}, now, **how)

@@ -23,10 +23,10 @@ from longshore.boundary import (
     HOST,
     Cancel,
     Command,
-    Forget,
     Item,
     Key,
     Probe,
+    Reset,
     Route,
     Slot,
     Status,
@@ -117,7 +117,7 @@ class Stage:
             case Cancel():
                 assert 0 < command.job <= self.last_job
                 self.check_cancel(command.job)
-            case Forget():
+            case Reset():
                 assert command.generation == self.generation
             case Transfer():
                 self.check_transfer(command, commanded)
@@ -185,7 +185,7 @@ class Stage:
     def check_side(self, of: Key, slot: Slot | None, tier: str) -> None:
         assert (slot is None) == (tier == DEVICE or tier in self.setup.remote)
         if slot is not None:
-            assert (slot.tier, slot.pool) == (tier, self.pool_of(of))
+            assert (slot.tier, slot.size_class) == (tier, self.size_class_of(of))
             assert slot.index in self.setup.indices(self.sizes[tier])
 
     def check_order(self, t: Transfer, item: Item) -> None:
@@ -202,7 +202,7 @@ class Stage:
             return False
         return not set(self.setup.units(one)).isdisjoint(self.setup.units(other))
 
-    def pool_of(self, of: Key) -> int:
+    def size_class_of(self, of: Key) -> int:
         """The pool that a chunk's images are in."""
         return int(self.setup.slabs and group_of(of) == 1)
 

@@ -1,4 +1,4 @@
-"""Requests over several KV cache groups, and chunks that stand alone: what they ask of the cache, and must get.
+"""Requests over several KV cache groups, and independent chunks: what they ask of the cache, and must get.
 
 Which prefix is served is found here by trying one length after the other, the longest first.
 """
@@ -14,7 +14,7 @@ from cache_model_lifecycle import Life
 from cache_movers import places
 
 from longshore.boundary import DEVICE, HOST, Item, Key, Route, Transfer
-from longshore.cache import GroupKeys, Lease, MissReason, Need, ScheduledStore
+from longshore.cache import GroupKeys, GroupMatch, Lease, MissReason, ScheduledStore
 from longshore.errors import CacheError
 
 
@@ -37,12 +37,12 @@ class Groups(Life):
         for group, (mine, has) in enumerate(zip(keys, there, strict=True)):
             needed = self.needed(group, end // letters(group))
             load = tuple(at for at in needed if not has[at])
-            needs.append(Need(needed.start, needed.stop, load))
+            needs.append(GroupMatch(needed.start, needed.stop, load))
             self.miss_of_group(group, mine, needed.stop)
         found = self.call("lookup", self.paths(keys, there), self.now, request=request)
         per_letter = GROUPS[0].block_size * self.setup.per_chunk
         assert (found.tokens, found.remote, found.probes) == (end * per_letter, 0, ())
-        assert found.needs == tuple(needs)
+        assert found.matches == tuple(needs)
         loads = [mine[at] for mine, need in zip(keys, needs, strict=True) for at in need.load]
         self.held(found.lease, ModelHold(loads, request, joint=True))
         self.carry()
@@ -65,8 +65,8 @@ class Groups(Life):
         for each in keys[max(end, self.needed(group, len(keys)).start) if group else end :]:
             self.misses[self.reason(each)] += 1
 
-    def prefetch_remote_alone(self, path: str, group: int) -> None:
-        """Of chunks that stand alone each is fetched for itself."""
+    def prefetch_remote_independent(self, path: str, group: int) -> None:
+        """Of independent chunks each is fetched for itself."""
         keys = chunks(path, group)
         coming, lacking = self.apart(keys)
         self.prefetched_remote(self.call("prefetch", {group: GroupKeys(keys)}, self.now), coming, lacking)
@@ -130,10 +130,10 @@ class Groups(Life):
         assert [place.block for place in places(t, self.setup.per_chunk)] == list(blocks)
         assert t.by_layer == by_layer
 
-    # ------------------------------------------------------------------ chunks that stand alone
+    # ------------------------------------------------------------------ independent chunks
 
-    def store_alone(self, path: str, group: int, first: int, before_eviction: bool) -> None:
-        """Chunks of a group that stand alone are complete: each is stored for itself, the last window first."""
+    def store_independent(self, path: str, group: int, first: int, before_eviction: bool) -> None:
+        """Independent chunks of a group are complete: each is stored for itself, the last window first."""
         keys, per_chunk = chunks(path, group), self.setup.per_chunk
         blocks = self.take_blocks((len(keys) - first) * per_chunk)
         if not blocks:
@@ -145,7 +145,7 @@ class Groups(Life):
             "store", {group: GroupKeys(keys, first)}, {group: tuple(blocks)}, before_eviction=before_eviction
         )[group]
         if wanted:
-            self.check_alone(keys, first, fresh, offload, self.drops() - drops, free)
+            self.check_independent(keys, first, fresh, offload, self.drops() - drops, free)
         else:
             assert offload == ScheduledStore(None)
         self.settle()
@@ -158,12 +158,12 @@ class Groups(Life):
         for place in places(job.transfer, per_chunk):
             assert place.block == blocks[(place.chunk - first) * per_chunk + place.sub]
 
-    def store_alone_by_host(self, path: str, group: int, first: int) -> None:
+    def store_independent_by_host(self, path: str, group: int, first: int) -> None:
         """The same, of which the host moves the bytes."""
         keys = chunks(path, group)
         fresh, drops, free = self.fresh(keys, first), self.drops(), self.free(HOST)
         offload = self.call("store", {group: GroupKeys(keys, first)})[group]
-        self.check_alone(keys, first, fresh, offload, self.drops() - drops, free)
+        self.check_independent(keys, first, fresh, offload, self.drops() - drops, free)
         self.note_host_store(keys, offload)
         self.settle()
 
@@ -173,7 +173,7 @@ class Groups(Life):
     def drops(self) -> int:
         return self.cache.counters.drops[HOST].total()
 
-    def check_alone(
+    def check_independent(
         self, keys: Sequence[Key], first: int, fresh: list[int], offload: ScheduledStore, dropped: int, free: int
     ) -> None:
         """What was new was accepted, from the end on, or dropped and counted."""
@@ -185,7 +185,7 @@ class Groups(Life):
         assert not dropped or self.setup.slabs or often or free < len(fresh) or not allowed
         self.look()
         had = [at for at in range(first, len(keys)) if not self.is_absent(keys[at])]
-        assert sorted([*offload.known, *taken]) == had
+        assert sorted([*offload.already_stored, *taken]) == had
         assert offload.kept == next((at for at in range(first, len(keys)) if at not in had), len(keys))
 
     def lease_each(self, keys: Sequence[Key], group: int, request: str | None) -> None:
@@ -197,7 +197,7 @@ class Groups(Life):
         self.settle()
 
     def load_by_host(self, keys: Sequence[Key], group: int) -> None:
-        """The host reads chunks from the warmest tier, if all are ready there."""
+        """The host reads chunks from the host tier, if all are ready there."""
         warm = all(self.is_readable(each) and self.is_ready(each, HOST) for each in keys)
         if not keys or not warm:
             self.refused(CacheError, "load", {group: GroupKeys(keys)})

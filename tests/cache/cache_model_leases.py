@@ -20,7 +20,7 @@ class ModelHold:
         self.request = request
         self.joint = joint
         self.lost: set[Key] = set()
-        """Chunks that stand alone, and were lost once: the hold knows them no more, even when they come back."""
+        """Independent chunks, and were lost once: the hold knows them no more, even when they come back."""
         self.excused = False
         self.has_load = False
         self.parts: list[Job] = []

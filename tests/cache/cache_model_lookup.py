@@ -10,7 +10,16 @@ from cache_model_leases import ModelHold
 from cache_model_remote import Remote
 
 from longshore.boundary import HOST, Key, Urgency
-from longshore.cache import Found, GroupKeys, Lease, MissReason, PrefetchPolicy, Progress, Protection, ScheduledLoad
+from longshore.cache import (
+    GroupKeys,
+    Lease,
+    LookupResult,
+    MissReason,
+    PrefetchPolicy,
+    Progress,
+    Protection,
+    ScheduledLoad,
+)
 
 
 class Reading(Remote):
@@ -31,7 +40,7 @@ class Reading(Remote):
         keys, before = chunks(path), self.cache.counters.misses.copy()
         end = self.ready_end(keys, start)
         path = {0: GroupKeys(keys, start)}
-        found: Found = self.call("lookup", path, self.now, request=request, count=False)
+        found: LookupResult = self.call("lookup", path, self.now, request=request, count=False)
         assert self.cache.counters.misses == before
         assert (found.num_chunks, found.remote) == (end - start, self.miss(keys, end))
         self.call("lookup", path, self.now, protect=Protection.NONE, request=request)
@@ -42,7 +51,9 @@ class Reading(Remote):
         keys, text = chunks(path), text_of(path, self.setup.per_chunk)
         end = self.ready_end(keys, start)
         remote, alike = self.miss(keys, end), self.alike(keys, end)
-        found: Found = self.call("lookup", {0: GroupKeys(keys, start, prompt_tokens=text)}, self.now, request=request)
+        found: LookupResult = self.call(
+            "lookup", {0: GroupKeys(keys, start, prompt_tokens=text)}, self.now, request=request
+        )
         assert (found.num_chunks, found.remote) == (end - start, remote)
         assert (found.partial is None) == (not alike)
         held = keys[start:end]
@@ -58,7 +69,7 @@ class Reading(Remote):
             return set()
         return {each for each in self.told if parent(each) == parent(keys[end]) and self.is_rooted(each)}
 
-    def looked_up(self, found: Found, model: ModelHold) -> Lease | None:
+    def looked_up(self, found: LookupResult, model: ModelHold) -> Lease | None:
         """What was found is as the model says."""
         self.held(found.lease, model)
         self.carry()
@@ -66,8 +77,8 @@ class Reading(Remote):
         self.check()
         return found.lease
 
-    def call_lookup(self, keys: Sequence[Key], start: int, request: str | None) -> Found:
-        found: Found = self.call("lookup", {0: GroupKeys(keys, start)}, self.now, request=request)
+    def call_lookup(self, keys: Sequence[Key], start: int, request: str | None) -> LookupResult:
+        found: LookupResult = self.call("lookup", {0: GroupKeys(keys, start)}, self.now, request=request)
         return found
 
     def miss(self, keys: Sequence[Key], end: int) -> int:
@@ -92,13 +103,13 @@ class Reading(Remote):
         """Where each of `keys` is, and the answer for the last."""
         answer = ""
         asked = {0: GroupKeys(keys)}
-        found: Found = self.call("lookup", asked, self.now, protect=Protection.STEP, independent=True)
+        found: LookupResult = self.call("lookup", asked, self.now, protect=Protection.STEP, independent=True)
         for of, presence in zip(keys, found.residency[0].presences, strict=True):
             answer = str(presence.value)
             if self.is_readable(of):
                 self.seen_in_step[of] = False
                 self.warm |= {of} if self.is_ready(of, HOST) else set()
-                assert answer == ("warmest" if self.is_ready(of, HOST) else "colder")
+                assert answer == ("host" if self.is_ready(of, HOST) else "colder")
             else:
                 assert answer == ("absent" if self.is_absent(of) else "in_flight")
         self.settle()

@@ -153,7 +153,7 @@ class Remote(Stage):
         return list(keys[end:begin]), list(keys[begin : begin + count])
 
     def apart(self, keys: Sequence[Key]) -> tuple[list[Key], list[Key]]:
-        """The same of `keys` that stand alone: those on their way, and those that are known to be remote."""
+        """The same of independent `keys`: those on their way, and those that are known to be remote."""
         absent = [each for each in keys if self.is_absent(each)]
         self.expect([each for each in absent if self.source(each) is None])
         return [each for each in keys if each not in absent], [each for each in absent if self.source(each)]

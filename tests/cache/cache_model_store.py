@@ -144,7 +144,7 @@ class Storing(Stage):
         orphan = count > 0 and known > 0 and self.has_no_parent(keys[known - 1])
         allowed = count <= self.setup.max_writes - self.writing(Route(DEVICE, HOST))
         fits = not orphan and allowed and not self.setup.slabs and count <= self.room_for(keys)
-        least = min(count, max(1, self.free(HOST))) if self.may_refuse else count
+        least = min(count, max(1, self.free(HOST))) if self.may_reject else count
         drops, self.retained = self.cache.counters.drops[HOST].copy(), self.retained or bool(retention)
         adrift = {each for each, _ in self.resident if self.is_adrift(each)}
         return Storing.Before(keys, fresh, adrift, orphan, least if fits else 0, dict(self.resident), drops, left)
@@ -155,7 +155,7 @@ class Storing(Stage):
         return self.is_absent(of) or (waits is not None and self.is_absent(waits))
 
     @property
-    def may_refuse(self) -> bool:
+    def may_reject(self) -> bool:
         """Whether new chunks of a path may be worth less than all for which others would have to go, but for one."""
         return self.setup.policy == "gittins" and self.setup.file is None and not self.setup.remote
 

@@ -88,7 +88,7 @@ class Storm:
                 tiers.append(TierSpec(name, self._slots(more, several=several), IMAGE, policy, outlives=True))
         settings = CacheSettings(
             groups=tuple(CacheGroup(block_size=4, window=window) for window in windows),
-            pools=(0, 1) if several else (),
+            size_classes=(0, 1) if several else (),
             backup=draw.choice((WritePolicy.BACK, WritePolicy.THROUGH)),
             offload=draw.choice((WritePolicy.THROUGH, WritePolicy.THROUGH, WritePolicy.SELECTIVE)),
             max_writes=draw.choice((1 << 14, 1 << 14, max(2, host // 2))),
@@ -235,7 +235,7 @@ class Storm:
         return [key for key, presence in found if presence in wanted], group
 
     def prefetch(self) -> None:
-        keys, group = self.ready((Presence.WARMEST, Presence.COLDER))
+        keys, group = self.ready((Presence.HOST, Presence.COLDER))
         if keys:
             lease = self.cache.lookup({group: GroupKeys(keys)}, self.now, independent=True).lease
             if lease is None:
@@ -245,7 +245,7 @@ class Storm:
             self.cache.prefetch(lease, self.now, policy=self.draw.choice(list(PrefetchPolicy)))
 
     def load_by_host(self) -> None:
-        keys, group = self.ready((Presence.WARMEST,))
+        keys, group = self.ready((Presence.HOST,))
         if keys:
             (part,) = self.cache.load({group: GroupKeys(keys)}).jobs
             self.jobs[part.job] = len(keys)
@@ -253,7 +253,7 @@ class Storm:
 
     def slide(self) -> None:
         group = 0 if self.alone else self.groups - 1
-        if self.cache.settings.stands_alone(group):
+        if self.cache.settings.is_independent(group):
             self.cache.store({group: GroupKeys((), past_window=self.keys(self.path(), group))})
 
     def release(self) -> None:
@@ -348,7 +348,7 @@ class Storm:
         for tier in reversed(self.tiers[1:]):
             mine = [each for each in kept if each.slot.tier == tier.name and self.draw.random() >= lost]
             self.draw.shuffle(mine)
-            self.cache.adopt(tier.name, [(slot.index, key, parent, slot.pool) for key, parent, slot, _ in mine])
+            self.cache.adopt(tier.name, [(slot.index, key, parent, slot.size_class) for key, parent, slot, _ in mine])
             self.cache.check_integrity()
 
 

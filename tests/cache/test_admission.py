@@ -1,4 +1,4 @@
-"""What a full file tier refuses: copies that promise fewer hits than what would have to go for them."""
+"""What a full file tier rejects: copies that promise fewer hits than what would have to go for them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Tiers:
         return {each.key for each in residents_of(self.cache) if each.slot.tier == FILE}
 
     @property
-    def refused(self) -> int:
+    def rejected(self) -> int:
         return self.cache.counters.drops[FILE][DropReason.ADMISSION]
 
 
@@ -107,23 +107,23 @@ FAMILIES = [
 @pytest.mark.parametrize(("family", "backup"), deep(FAMILIES[:4:3], FAMILIES))
 def test_full_file_tier_takes_fewer_writes_for_as_many_hits(family: str, backup: WritePolicy) -> None:
     everything, chosen = (served(family, 0.05, backup=backup, admission=on) for on in (False, True))
-    assert chosen.refused > 0 == everything.refused
+    assert chosen.rejected > 0 == everything.rejected
     assert chosen.written < 0.7 * everything.written
     assert chosen.hits >= everything.hits - 0.005 * chosen.asked
 
 
 @pytest.mark.parametrize("policy", [LRU, ARC])
-def test_policy_without_hit_rates_refuses_no_chunk(policy: type[EvictionPolicy]) -> None:
+def test_policy_without_hit_rates_rejects_no_chunk(policy: type[EvictionPolicy]) -> None:
     everything, chosen = (served("chats", 0.1, policy=policy, admission=on) for on in (False, True))
-    assert (chosen.written, chosen.refused) == (everything.written, 0)
+    assert (chosen.written, chosen.rejected) == (everything.written, 0)
 
 
-def test_a_tier_that_is_not_full_refuses_nothing() -> None:
+def test_a_tier_that_is_not_full_rejects_nothing() -> None:
     tiers = Tiers(64, 400)
     for tick in range(40):
         tiers.serve(range(10 * tick, 10 * tick + 8))
     tiers.flush()
-    assert (tiers.refused, tiers.written) == (0, 40 * 8)
+    assert (tiers.rejected, tiers.written) == (0, 40 * 8)
 
 
 def popular(**how: object) -> Tiers:
@@ -136,19 +136,19 @@ def popular(**how: object) -> Tiers:
 
 
 @pytest.mark.parametrize("how", [{}, {"remote": ["far"]}, {"is_served": True}, {"admission": False}], ids=str)
-def test_host_memory_refuses_new_paths_unless_others_are_offered(how: dict[str, Any]) -> None:
+def test_host_memory_rejects_new_paths_unless_others_are_offered(how: dict[str, Any]) -> None:
     """All that both tiers have was used for long; a new prompt is larger than what is free."""
     tiers = popular(**how)
     tiers.serve(range(900, 930))
-    refused = tiers.cache.counters.drops[HOST][DropReason.ADMISSION]
-    assert (refused > 0) is (not how)
+    rejected = tiers.cache.counters.drops[HOST][DropReason.ADMISSION]
+    assert (rejected > 0) is (not how)
     if how.get("admission", True):
         assert all(tiers.serve(range(100 * each, 100 * each + 10)) == 10 for each in range(3))
     tiers.cache.check_integrity()
 
 
 @pytest.mark.parametrize("admission", [True, False])
-def test_host_memory_alone_refuses_only_with_admission(admission: bool) -> None:
+def test_host_memory_alone_rejects_only_with_admission(admission: bool) -> None:
     tiers = Tiers(32, 0, admission=admission)
     for tick in range(600):
         tiers.serve(range(100 * (tick % 3), 100 * (tick % 3) + 10))
@@ -156,11 +156,11 @@ def test_host_memory_alone_refuses_only_with_admission(admission: bool) -> None:
     assert (len(residents_of(tiers.cache)) == 32) and (tiers.serve(range(900, 930)) == 30) is not admission
 
 
-def test_refused_chunk_stays_in_host_memory_and_is_offered_again() -> None:
+def test_rejected_chunk_stays_in_host_memory_and_is_offered_again() -> None:
     tiers, new = popular(), range(900, 904)
-    before, written = tiers.refused, tiers.written
+    before, written = tiers.rejected, tiers.written
     tiers.serve(new)
-    assert tiers.refused - before >= 2  # two had room
+    assert tiers.rejected - before >= 2  # two had room
     assert {each.slot.tier for each in residents_of(tiers.cache) if each.key == keys_of(new)[3]} == {HOST}
     for _ in range(200):
         assert tiers.serve(new) == 4
@@ -169,19 +169,19 @@ def test_refused_chunk_stays_in_host_memory_and_is_offered_again() -> None:
     tiers.cache.check_integrity()
 
 
-def test_chunks_after_a_refused_one_are_refused_and_flush_ends() -> None:
+def test_chunks_after_a_rejected_one_are_rejected_and_flush_ends() -> None:
     tiers = popular()
-    before, refused = tiers.written, tiers.refused
+    before, rejected = tiers.written, tiers.rejected
     tiers.serve(range(900, 910))
-    assert (tiers.written - before, tiers.refused - refused) == (2, 8), "two had room"
+    assert (tiers.written - before, tiers.rejected - rejected) == (2, 8), "two had room"
     tiers.serve(range(900, 914))  # longer
-    assert tiers.cache._state.backlog.counts == [0, 0], "nothing waits for what was refused"
+    assert tiers.cache._state.backlog.counts == [0, 0], "nothing waits for what was rejected"
     tiers.flush()
     assert not set(keys_of(range(900, 914))[4:]) & tiers.in_file()
     tiers.cache.check_integrity()
 
 
-def test_refused_chunks_are_evicted_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejected_chunks_are_evicted_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     examined, evict_few = list[int](), Evictor._evict_few
 
     def count(self: Evictor, tier: int, most: int, pool: int, *, spare_dirty: bool) -> int:
@@ -194,7 +194,7 @@ def test_refused_chunks_are_evicted_in_batches(monkeypatch: pytest.MonkeyPatch) 
         keys = keys_of(range(first, first := first + (8 << tick % 7)))
         tiers.cache.store({0: GroupKeys(keys)}, {0: range(len(keys))})
         tiers.move()
-    assert tiers.refused > 40
+    assert tiers.rejected > 40
     assert sum(examined) < 10
     assert tiers.cache.counters.evictions[HOST] > 8000
     tiers.cache.check_integrity()
@@ -202,12 +202,12 @@ def test_refused_chunks_are_evicted_in_batches(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("size", [1, 5])
 @pytest.mark.parametrize(("family", "backup"), deep(FAMILIES[:4:3], FAMILIES))
-def test_victims_and_refusals_do_not_depend_on_where_batches_end(
+def test_victims_and_rejections_do_not_depend_on_where_batches_end(
     family: str, backup: WritePolicy, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def victims() -> tuple[list[bytes], int]:
         tiers = served(family, 0.05, requests=400, backup=backup, events=1 << 20)
-        return [each.key for each in tiers.cache.events() if each.kind is EventKind.REMOVED], tiers.refused
+        return [each.key for each in tiers.cache.events() if each.kind is EventKind.REMOVED], tiers.rejected
 
     together = victims()
     monkeypatch.setattr(evictor, "_AT_FIRST", size)
@@ -217,15 +217,15 @@ def test_victims_and_refusals_do_not_depend_on_where_batches_end(
     assert together[1] > 500
 
 
-def test_an_orphan_changes_nothing_about_what_is_refused() -> None:
+def test_an_orphan_changes_nothing_about_what_is_rejected() -> None:
     tiers = Tiers(16, 32, backup=WritePolicy.THROUGH)
     tiers.cache.store({0: GroupKeys(keys_of(range(5000, 5002)), 1)}, {0: range(1)})
     tiers.move()
     for tick in range(600):
         tiers.serve(range(100 * (tick % 3), 100 * (tick % 3) + 10))
-    before = tiers.refused
+    before = tiers.rejected
     tiers.serve(range(900, 904))
-    assert tiers.refused - before >= 2  # two had room
+    assert tiers.rejected - before >= 2  # two had room
     tiers.cache.check_integrity()
 
 
@@ -239,7 +239,7 @@ def test_a_priority_of_their_own_is_not_weighed_against_hits() -> None:
     tiers.cache.check_integrity()
 
 
-def test_orphan_behind_a_refused_chunk_is_refused_with_it() -> None:
+def test_orphan_behind_a_rejected_chunk_is_rejected_with_it() -> None:
     tiers, keys = popular(), keys_of(range(900, 906))
     tiers.serve(range(900, 904))
     assert not set(keys[2:4]) & tiers.in_file()
@@ -254,7 +254,7 @@ def test_orphan_behind_a_refused_chunk_is_refused_with_it() -> None:
     assert tiers.cache._state.backlog.counts == [0, 0]
 
 
-def test_refusal_by_the_third_tier_spares_chunks_for_the_second() -> None:
+def test_rejection_by_the_third_tier_spares_chunks_for_the_second() -> None:
     cache = TieredCache([TierSpec(name, 8) for name in (HOST, FILE, "third")], CacheSettings(backup=WritePolicy.BACK))
     keys, store = keys_of(range(3)), cache._state
     cache.store({0: GroupKeys(keys)}, {0: range(3)})
@@ -268,10 +268,10 @@ def test_refusal_by_the_third_tier_spares_chunks_for_the_second() -> None:
     cache._offloader._copy_down([first], 0)
     move()
     assert store.backlog.counts == [2, 1, 0]
-    assert store.refuse([first]) == 1
+    assert store.reject([first]) == 1
     assert store.backlog.counts == [2, 0, 0]
     cache._offloader._copy_down([second], 0)
     move()
-    assert store.backlog.counts == [1, 0, 0], "what is behind what was refused is refused"
+    assert store.backlog.counts == [1, 0, 0], "what is behind what was rejected is rejected"
     assert store.backlog.is_dirty(third, 0)
     cache.check_integrity()

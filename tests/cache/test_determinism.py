@@ -72,8 +72,8 @@ def ask_remote(world: Groups, path: str, name: str) -> None:
 
 
 def keep_house(world: Groups, path: str, group: int) -> None:
-    """A host that moves bytes itself stores, keeps and reads chunks that stand alone."""
-    world.store_alone_by_host(path, group, 0)
+    """A host that moves bytes itself stores, keeps and reads independent chunks."""
+    world.store_independent_by_host(path, group, 0)
     ready = [each for each in chunks(path, group) if world.is_readable(each)]
     world.lease_each(ready, group, "two")
     world.load_by_host(ready, group)
@@ -88,7 +88,7 @@ def busy_groups(seed: int) -> Groups:
         path, group = dice.choice(("aaaaaa", "aaaabb", "aabaaa")), dice.randrange(1, 3)
         match dice.randrange(9):
             case 0 | 1:
-                world.store_alone(path, group, 0, True)
+                world.store_independent(path, group, 0, True)
                 world.store(path, 0, True)
             case 2 | 3:
                 device = [[dice.random() < 0.2 for _ in range(6)] for _ in range(3)]

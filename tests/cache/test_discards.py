@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cache_kit import store
 
-from longshore.boundary import FILE, HOST, Cancel, Discard, Forget, Status, StoredChunk, Transfer, TransferResult
+from longshore.boundary import FILE, HOST, Cancel, DeleteRecords, Reset, Status, StoredChunk, Transfer, TransferResult
 from longshore.cache import CacheSettings, TieredCache, TierSpec, WritePolicy
 from residents import residents_of
 
@@ -22,12 +22,12 @@ def cache_with(files: int, found: int, *, outlives: bool = True) -> TieredCache:
     return cache
 
 
-def carry_out(cache: TieredCache) -> list[Transfer | Discard]:
+def carry_out(cache: TieredCache) -> list[Transfer | DeleteRecords]:
     """All that is ordered until nothing more is; every transfer goes well."""
-    seen: list[Transfer | Discard] = []
+    seen: list[Transfer | DeleteRecords] = []
     while commands := cache.take_commands():
         for command in commands:
-            assert isinstance(command, Transfer | Discard)
+            assert isinstance(command, Transfer | DeleteRecords)
             seen.append(command)
             if isinstance(command, Transfer):
                 statuses = (Status.OK,) * len(command.items)
@@ -39,7 +39,7 @@ def carry_out(cache: TieredCache) -> list[Transfer | Discard]:
 def test_what_is_discarded_is_told_once() -> None:
     cache = cache_with(4, 4)
     assert cache.discard([key(3)], FILE) == 1
-    assert cache.take_commands() == [Discard(FILE, (3,))]
+    assert cache.take_commands() == [DeleteRecords(FILE, (3,))]
     assert cache.take_commands() == []
 
 
@@ -56,7 +56,7 @@ def test_reused_slot_is_reported_by_its_new_record() -> None:
     seen = carry_out(cache)
     (write,) = [each for each in seen if isinstance(each, Transfer) and each.route.destination == FILE]
     assert {item.destination.index for item in write.items if item.destination} == {0, 1}
-    assert [each for each in seen if isinstance(each, Discard)] == []
+    assert [each for each in seen if isinstance(each, DeleteRecords)] == []
 
 
 def test_evicted_record_is_discarded_before_its_slot_is_rewritten() -> None:
@@ -65,7 +65,7 @@ def test_evicted_record_is_discarded_before_its_slot_is_rewritten() -> None:
     for prompt in range(20):
         store(cache, [bytes([20 + prompt, at]) * 16 for at in range(1 + prompt % 3)], list(range(1 + prompt % 3)))
         for command in carry_out(cache):
-            if isinstance(command, Discard):
+            if isinstance(command, DeleteRecords):
                 for slot in command.slots:
                     listed.pop(slot, None)
             elif command.route.destination == FILE:
@@ -79,4 +79,4 @@ def test_a_reset_says_it_all() -> None:
     cache = cache_with(4, 4)
     cache.discard([key(3)], FILE)
     cache.reset()
-    assert [command for command in cache.take_commands() if not isinstance(command, Cancel)] == [Forget(1)]
+    assert [command for command in cache.take_commands() if not isinstance(command, Cancel)] == [Reset(1)]

@@ -34,7 +34,7 @@ def requests(draw: st.DrawFn) -> list[Chunks]:
         group = CacheGroup(block_size=draw(st.sampled_from((1, 2, 3, 4))), window=window, recurrent=kind == "recurrent")
         count = draw(st.integers(0, 24))
         stored = frozenset(range(count)) - draw(st.frozensets(st.integers(0, 23), max_size=4))
-        if not group.alone:  # a prefix: what is behind a gap could not be stored
+        if not group.is_independent:  # a prefix: what is behind a gap could not be stored
             stored = frozenset(range(next((i for i in range(count) if i not in stored), count)))
         device = tuple(draw(st.lists(st.booleans(), max_size=count)))
         chosen.append(Chunks(group, count, stored, device))
@@ -44,7 +44,7 @@ def requests(draw: st.DrawFn) -> list[Chunks]:
 def is_served(each: Chunks, per_chunk: int, tokens: int) -> bool:
     """Whether every chunk that the next token sees is in a tier, or on the device."""
     size, group = each.group.block_size * per_chunk, each.group
-    seen = tokens if not group.alone else min(tokens, group.window or 1)
+    seen = tokens if not group.is_independent else min(tokens, group.window or 1)
     chunks = {at // size for at in range(tokens - seen, tokens)}
     return all(at in each.stored or (at < len(each.device) and each.device[at]) for at in chunks)
 
@@ -66,7 +66,7 @@ def test_longest_length_that_all_groups_serve_is_found(request: list[Chunks], pe
     asked = {g: GroupKeys(keys_of(g, each.count), device=each.device) for g, each in enumerate(request)}
     found = cache.lookup(asked, 0.0)
     assert found.tokens == longest(request, per_chunk)
-    for group, (each, need) in enumerate(zip(request, found.needs, strict=True)):
+    for group, (each, need) in enumerate(zip(request, found.matches, strict=True)):
         size = each.group.block_size * per_chunk
         lacking = [at for at in range(need.first, need.end) if at >= len(each.device) or not each.device[at]]
         assert need.end == found.tokens // size
@@ -74,9 +74,9 @@ def test_longest_length_that_all_groups_serve_is_found(request: list[Chunks], pe
         assert set(lacking) <= each.stored, group
         # One chunk fewer would not do: the first is seen by the next token.
         seen = each.group.window or 1
-        assert need.first == (max(0, found.tokens - seen) // size if each.group.alone else 0)
+        assert need.first == (max(0, found.tokens - seen) // size if each.group.is_independent else 0)
     cache.check_integrity()
-    assert (found.lease is None) == (not any(need.load for need in found.needs))
+    assert (found.lease is None) == (not any(need.load for need in found.matches))
     if found.lease is not None:
         cache.release(found.lease)
         cache.check_integrity()
@@ -127,10 +127,10 @@ def test_keys_out_of_place_are_refused_with_nothing_changed() -> None:
     for group, path in enumerate(paths):
         store(cache, group, path)
     for bad in ([paths[0][::-1], paths[1]], [paths[0], [*paths[1][:3], paths[0][1]]]):
-        with pytest.raises(CacheError, match=r"is not the child|stand alone"):
+        with pytest.raises(CacheError, match=r"is not the child|independent"):
             cache.lookup(wanted(*bad), 0.0)
     assert (cache.leases, cache.protected) == (0, 0)
-    with pytest.raises(CacheError, match="expected chunks that stand alone"):
+    with pytest.raises(CacheError, match="expected independent chunks"):
         cache.store({1: GroupKeys([paths[0][1]])}, {1: [0]})
 
 

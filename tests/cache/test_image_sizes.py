@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from object_state import state_of
 
 from depth import examples
-from longshore.boundary import DEVICE, FILE, HOST, Cancel, Forget, Slabs, Status, Transfer, TransferResult
+from longshore.boundary import DEVICE, FILE, HOST, Cancel, Reset, Slabs, Status, Transfer, TransferResult
 from longshore.cache import (
     CacheSettings,
     DropReason,
@@ -46,7 +46,7 @@ class Bytes:
         geometry = {HOST: Slabs(slab, sizes, host)} | ({FILE: Slabs(slab, sizes, file)} if file else {})
         policy = more.pop("policy", LRU)
         tiers = [TierSpec(name, slabs, policy=policy) for name, slabs in geometry.items()]  # type: ignore[arg-type]
-        self.cache = TieredCache(tiers, CacheSettings(pools=(SMALL, LARGE), **more))  # type: ignore[arg-type]
+        self.cache = TieredCache(tiers, CacheSettings(size_classes=(SMALL, LARGE), **more))  # type: ignore[arg-type]
         self.slabs = geometry
         self.memory = {name: np.zeros(slabs.nbytes, np.int64) for name, slabs in geometry.items()}
         self.tags: dict[bytes, int] = {}
@@ -67,7 +67,7 @@ class Bytes:
         for command in self.cache.take_commands():
             if isinstance(command, Transfer):
                 self.running[command.job] = command
-            assert isinstance(command, Transfer | Cancel | Forget)
+            assert isinstance(command, Transfer | Cancel | Reset)
         self.check()
 
     def end(self, job: int, status: Status = Status.OK) -> None:
@@ -92,8 +92,8 @@ class Bytes:
 
     def bytes_of(self, slot: object) -> np.ndarray:
         slabs = self.slabs[slot.tier]  # type: ignore[attr-defined]
-        at = slabs.offset(slot.pool, slot.index)  # type: ignore[attr-defined]
-        return self.memory[slot.tier][at : at + slabs.image_bytes[slot.pool]]  # type: ignore[attr-defined]
+        at = slabs.offset(slot.size_class, slot.index)  # type: ignore[attr-defined]
+        return self.memory[slot.tier][at : at + slabs.image_bytes[slot.size_class]]  # type: ignore[attr-defined]
 
     def check(self) -> None:
         """Capacity is a bound, what is in flight included; and no byte is in two images."""
@@ -105,8 +105,8 @@ class Bytes:
         owned = {name: np.zeros(len(memory), np.int64) for name, memory in self.memory.items()}
         for resident in residents_of(self.cache):
             slabs = self.slabs[resident.slot.tier]
-            at = slabs.offset(resident.slot.pool, resident.slot.index)
-            owned[resident.slot.tier][at : at + slabs.image_bytes[resident.slot.pool]] += 1
+            at = slabs.offset(resident.slot.size_class, resident.slot.index)
+            owned[resident.slot.tier][at : at + slabs.image_bytes[resident.slot.size_class]] += 1
         assert all(memory.max(initial=0) <= 1 for memory in owned.values())
 
     def where(self, group: int, of: str) -> set[str]:
@@ -119,8 +119,8 @@ class Bytes:
 def test_each_group_has_slots_of_its_size() -> None:
     world = Bytes(host=4)
     small, large = world.store(SMALL, "abc"), world.store(LARGE, "ab")
-    assert [(slot.pool, slot.index) for slot in small.slots] == [(0, 0), (0, 1), (0, 2)]
-    assert [(slot.pool, slot.index) for slot in large.slots] == [(1, 4), (1, 8)]
+    assert [(slot.size_class, slot.index) for slot in small.slots] == [(0, 0), (0, 1), (0, 2)]
+    assert [(slot.size_class, slot.index) for slot in large.slots] == [(1, 4), (1, 8)]
     world.settle()
     (stats,) = world.cache.stats()
     assert (stats.used_bytes, stats.nbytes) == (3 * 3 + 2 * 12, 48)
@@ -129,7 +129,7 @@ def test_each_group_has_slots_of_its_size() -> None:
     assert length == 2
     assert hold is not None
     at = {each.key: each.slot for each in residents_of(world.cache)}
-    assert [(at[each].pool, at[each].index) for each in path(LARGE, "ab")] == [(1, 4), (1, 8)]
+    assert [(at[each].size_class, at[each].index) for each in path(LARGE, "ab")] == [(1, 4), (1, 8)]
 
 
 def test_one_image_size_can_fill_a_tier_and_lose_it() -> None:
@@ -274,12 +274,12 @@ def test_groups_and_paths_of_wrong_size_are_refused_unchanged() -> None:
         assert state_of(world.cache) == before
 
 
-def test_tiers_have_the_same_pools() -> None:
+def test_tiers_have_the_same_size_classes() -> None:
     two, one = Slabs(12, SIZES, 2), Slabs.of_one_size(12, 2)
-    for tiers, pools in (([two, one], ()), ([one, two], (0,)), ([two], (0, 2)), ([two], (-1,)), ([one], (0, 1))):
-        with pytest.raises(CacheError, match="expected image sizes for the pools"):
+    for tiers, size_classes in (([two, one], ()), ([one, two], (0,)), ([two], (0, 2)), ([two], (-1,)), ([one], (0, 1))):
+        with pytest.raises(CacheError, match="expected image sizes for the size classes"):
             specs = [TierSpec(name, slabs) for name, slabs in zip((HOST, FILE), tiers, strict=False)]
-            TieredCache(specs, CacheSettings(pools=pools))
+            TieredCache(specs, CacheSettings(size_classes=size_classes))
 
 
 def test_chunks_of_a_slab_before_its_resize_are_not_adopted() -> None:
@@ -406,12 +406,12 @@ def test_the_same_calls_give_the_same_log_with_several_sizes() -> None:
 
 def test_a_fetch_behind_a_chunk_of_another_size_is_refused() -> None:
     tiers = [TierSpec(HOST, Slabs(12, SIZES, 4))]
-    cache = TieredCache(tiers, CacheSettings(pools=(SMALL, LARGE)), remote=("far",))
+    cache = TieredCache(tiers, CacheSettings(size_classes=(SMALL, LARGE)), remote=("far",))
     keys = path(0, "ab")
     job = store(cache, keys[:1], [0], group=0).job
     cache.apply_results([TransferResult(job, (Status.OK,))], 0.0)
     before = state_of(cache)
-    with pytest.raises(CacheError, match="images of pool 0"):
+    with pytest.raises(CacheError, match="images of size class 0"):
         cache.prefetch({1: GroupKeys(keys)}, 0.0)
     assert state_of(cache) == before
 
@@ -426,7 +426,9 @@ def test_quarter_is_protected_also_among_the_largest_images() -> None:
 
 
 def test_slots_of_any_two_sizes_are_not_of_one() -> None:
-    cache = TieredCache([TierSpec(HOST, Slabs(12, (3, 4, 12), 4))], CacheSettings(pools=(0, 1, 2)))
+    cache = TieredCache([TierSpec(HOST, Slabs(12, (3, 4, 12), 4))], CacheSettings(size_classes=(0, 1, 2)))
     slots = [store(cache, [key(str(group))], [0], group=group).slots[0].index for group in range(3)]
-    pools = [cache._transfers._pools(TierSlots(0, each)) for each in (slots, slots[:2], slots[1:], slots[:1], [])]
-    assert pools == [{0, 1, 2}, {0, 1}, {1, 2}, {0}, set()]
+    classes = [
+        cache._transfers._size_classes(TierSlots(0, each)) for each in (slots, slots[:2], slots[1:], slots[:1], [])
+    ]
+    assert classes == [{0, 1, 2}, {0, 1}, {1, 2}, {0}, set()]

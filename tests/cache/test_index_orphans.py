@@ -77,7 +77,7 @@ def test_single_chunk_is_found_and_leased_whatever_precedes_it() -> None:
     cache = made()
     put(cache, PATH, 2)
     (residency,) = cache.lookup({0: GroupKeys(PATH)}, 0.0, protect=Protection.STEP, independent=True).residency.values()
-    assert residency.presences == [Presence.ABSENT, Presence.ABSENT, Presence.WARMEST, Presence.WARMEST]
+    assert residency.presences == [Presence.ABSENT, Presence.ABSENT, Presence.HOST, Presence.HOST]
     assert cache.load({0: GroupKeys(residency.part(2, 4))}).num_chunks == 2
 
 
@@ -97,7 +97,7 @@ def test_a_store_fills_the_gaps_between_orphans_by_one_job() -> None:
     put(cache, PATH[:2], 1)
     put(cache, PATH, 3)
     (order,) = cache.store({0: GroupKeys(chunks("abcde"), prompt_end=5)}, {0: range(10, 15)}).values()
-    assert (list(order.positions), list(order.known), order.kept) == ([0, 2, 4], [1, 3], 5)
+    assert (list(order.positions), list(order.already_stored), order.kept) == ([0, 2, 4], [1, 3], 5)
     (transfer,) = orders(cache)
     assert [(part.first_block, tuple(part.blocks)) for part in transfer.sections] == [
         (0, (10,)),
@@ -333,7 +333,7 @@ def test_only_the_full_attention_group_may_have_orphans() -> None:
         asked = {0: GroupKeys(full, device=device), 1: GroupKeys(window)}
         lookup = cache.lookup(asked, 0.0)
         if lookup.lease:
-            assert (lookup.needs[0].load, lookup.needs[1].load) == ((2, 3), (5, 6, 7))
+            assert (lookup.matches[0].load, lookup.matches[1].load) == ((2, 3), (5, 6, 7))
             cache.load(lookup.lease, {0: range(2), 1: range(2, 5)})
             (transfer,) = settle(cache)
             assert [item.parent for item in transfer.items] == [*full[1:3], None, None, None]

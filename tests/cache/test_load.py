@@ -65,7 +65,7 @@ def test_peek_sees_every_state_and_protects_what_is_ready() -> None:
     assert world.lookup_each(key("x")) == "in_flight"
     world.end_step()
     world.settle_all()
-    assert world.lookup_each(key("x")) == "warmest"
+    assert world.lookup_each(key("x")) == "host"
     assert world.seen_in_step == {key("x"): False}
     assert world.discard("x", FILE) == 1
     assert world.discard("x", HOST) == 0

@@ -71,7 +71,7 @@ def test_what_is_lent_stays_until_it_is_reported() -> None:
     cache.check_integrity()
     cache.apply_results([TransferResult(loan.job, (Status.OK, Status.OK))], 1.0)
     assert store(cache, [c, d]) == 2
-    assert residency(cache, [a, b, c, d], Protection.STEP).presences == [Presence.ABSENT] * 2 + [Presence.WARMEST] * 2
+    assert residency(cache, [a, b, c, d], Protection.STEP).presences == [Presence.ABSENT] * 2 + [Presence.HOST] * 2
     cache.end_step()
     cache.check_integrity()
 
@@ -82,7 +82,7 @@ def test_a_loan_is_a_use() -> None:
     store(cache, [b])
     cache.apply_results([TransferResult(cache.load({0: GroupKeys([a])}).jobs[0].job, (Status.OK,))], 1.0)
     assert store(cache, [c]) == 1
-    assert residency(cache, [a, b], Protection.STEP).presences == [Presence.WARMEST, Presence.ABSENT]
+    assert residency(cache, [a, b], Protection.STEP).presences == [Presence.HOST, Presence.ABSENT]
     assert cache.counters.hits["host"] == 1
 
 
@@ -105,19 +105,19 @@ def test_what_is_given_back_unread_is_there_as_before() -> None:
     cache.release(loan.job)
     with pytest.raises(JobError):
         cache.release(loan.job)
-    assert residency(cache, [a], Protection.STEP).presences == [Presence.WARMEST]
+    assert residency(cache, [a], Protection.STEP).presences == [Presence.HOST]
 
 
 def test_looked_up_chunks_stay_in_host_tier_until_step_ends() -> None:
     """With a copy below, too: a host that was told that a chunk is ready may borrow it in the same step."""
     cache, (a, b, c) = two_tiers(2), keys_of("a", "b", "c")
     store(cache, [a, b])
-    assert residency(cache, [a], Protection.STEP).presences == [Presence.WARMEST]
+    assert residency(cache, [a], Protection.STEP).presences == [Presence.HOST]
     assert store(cache, [c]) == 1
     assert residency(cache, [a, b, c], Protection.STEP).presences == [
-        Presence.WARMEST,
+        Presence.HOST,
         Presence.COLDER,
-        Presence.WARMEST,
+        Presence.HOST,
     ]
     assert len(cache.load({0: GroupKeys([a])}).jobs[0].slots) == 1
     assert (cache.leases, cache.protected) == (0, 3)
@@ -192,7 +192,7 @@ def test_single_chunks_that_are_not_ready_are_not_leased() -> None:
     cache.store({0: GroupKeys([b])})
     found = cache.lookup({0: GroupKeys([a, b, c])}, 0.0, independent=True)
     assert (found.num_chunks, cache.leases) == (1, 1)
-    assert [each.value for each in found.residency[0].presences] == ["warmest", "in_flight", "absent"]
+    assert [each.value for each in found.residency[0].presences] == ["host", "in_flight", "absent"]
     for none in ([], [b, c]):
         assert cache.lookup({0: GroupKeys(none)}, 0.0, independent=True)[:2] == (None, 0)
     before = state_of(cache)
@@ -217,7 +217,7 @@ def test_a_loan_that_is_refused_changes_no_order_of_eviction() -> None:
     cache.apply_results([TransferResult(cache.store({0: GroupKeys([b])})[0].job or 0, (Status.OK,))], 0.0)
     cache.back_up_all()
     before = state_of(cache)
-    with pytest.raises(CacheError, match="not all of 1 chunks are ready in the warmest tier"):
+    with pytest.raises(CacheError, match="not all of 1 chunks are ready in the host tier"):
         cache.load({0: GroupKeys([a])})
     assert state_of(cache) == before
 
@@ -230,7 +230,7 @@ def test_chunks_of_a_path_are_kept_and_lent_like_others() -> None:
     assert store(cache, keys_of("d", "e", "f")) == 1, "c alone goes: b is kept, a is read"
     cache.apply_results([TransferResult(loan.job, (Status.OK,))], 0.0)
     assert store(cache, keys_of("g")) == store(cache, keys_of("h")) == 1
-    assert residency(cache, keys, Protection.STEP).presences[:2] == [Presence.WARMEST] * 2, "a is needed to reach b"
+    assert residency(cache, keys, Protection.STEP).presences[:2] == [Presence.HOST] * 2, "a is needed to reach b"
     cache.release(hold)
     cache.end_step()
     cache.check_integrity()
@@ -276,7 +276,7 @@ def test_chunk_reported_in_a_step_is_leased_despite_corrupt_parent() -> None:
     settle(cache)
     assert cache.discard(keys[:1], "host") == 1
     (read,) = cache.prefetch(kept(cache, keys[:1], 1), 0.0)
-    assert residency(cache, keys[1:], Protection.STEP).presences == [Presence.WARMEST]
+    assert residency(cache, keys[1:], Protection.STEP).presences == [Presence.HOST]
     cache.apply_results([TransferResult(read, (Status.CORRUPT,))], 0.0)
     loan = cache.load({1: GroupKeys(keys[1:])}).jobs[0]
     cache.check_integrity()

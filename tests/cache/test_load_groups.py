@@ -49,7 +49,7 @@ def test_group_with_gaps_has_several_sections() -> None:
     cache = stored()
     device = [False, True, False, False, True, False, True, True]
     found = cache.lookup({**wanted(*PATHS), 0: GroupKeys(PATHS[0], device=device)}, 0.0)
-    assert found.needs[0].load == (0, 2, 3, 5)
+    assert found.matches[0].load == (0, 2, 3, 5)
     cache.load(found.lease, {0: [20, 21, 22, 23], 1: [0, 1, 2], 2: [3]})
     (transfer,) = orders(cache)
     assert transfer.sections[:3] == (Section(0, 0, (20,)), Section(0, 2, (21, 22)), Section(0, 5, (23,)))

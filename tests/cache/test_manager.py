@@ -96,7 +96,7 @@ def test_store_of_one_group_may_evict_chunks_of_the_next() -> None:
     paths, blocks = {0: GroupKeys(keys("a", 4)), 1: GroupKeys(keys("b"))}, {0: range(4), 1: range(4, 7)}
     orders = cache.store(paths, blocks)
     assert len(orders[0].positions) == 4
-    assert (orders[1].kept, list(orders[1].known), orders[1].job) == (0, [], None)
+    assert (orders[1].kept, list(orders[1].already_stored), orders[1].job) == (0, [], None)
     settle(cache)
     assert {each.key for each in residents_of(cache)} == set(keys("a", 4))
     cache.check_integrity()
@@ -215,7 +215,7 @@ def test_lookup_keeps_chunks_until_its_step_ends(paths: dict[int, str], independ
     settle(cache)
     for name in paths.values():
         where = cache.lookup({0: GroupKeys(keys(name))}, 1.0, protect=Protection.NONE, independent=True).residency[0]
-        assert set(where.presences) == {Presence.WARMEST}
+        assert set(where.presences) == {Presence.HOST}
     cache.end_step()
     assert cache.protected == 0
 

@@ -230,8 +230,8 @@ def test_groups_of_different_chunks_share_a_length_in_tokens() -> None:
     found = cache.lookup(wanted(tokens, 8, 2), 0.0)
     large, small = path(told, 8), path(told, 2, ROOTS[1])
     assert found.tokens == 13
-    assert found.needs[0] == (0, 1, (0,), Partial(large[1], 5))
-    assert found.needs[1] == (4, 6, (4, 5), Partial(small[6], 1))
+    assert found.matches[0] == (0, 1, (0,), Partial(large[1], 5))
+    assert found.matches[1] == (4, 6, (4, 5), Partial(small[6], 1))
     cache.load(found.lease, {0: [1, 2], 1: [3, 4, 5]})
     (transfer,) = orders(cache)
     assert transfer.sections == (Section(0, 0, (1, 2)), Section(1, 4, (3, 4, 5)))
@@ -245,7 +245,7 @@ def test_the_group_that_has_least_says_how_much() -> None:
     commit(cache, 1, [*told[:5], 7, 7, 7])
     found = cache.lookup(wanted([*told[:7], 0], 4, 4), 0.0)
     assert found.tokens == 5
-    assert [need.partial and need.partial.tokens for need in found.needs] == [1, 1]
+    assert [need.partial and need.partial.tokens for need in found.matches] == [1, 1]
 
 
 def test_a_state_cannot_be_had_in_part() -> None:
@@ -264,7 +264,7 @@ def test_a_partial_chunk_takes_as_many_blocks_as_its_tokens() -> None:
         commit(cache, group, told)
     tokens = [*told[:13], 7, 7, 7]  # chunks of eight and four tokens
     found = cache.lookup(wanted(tokens, 8, 4), 0.0)
-    assert [need.partial and need.partial.tokens for need in found.needs] == [5, 1]
+    assert [need.partial and need.partial.tokens for need in found.matches] == [5, 1]
     assert found.lease is not None
     with pytest.raises(CacheError, match=r"expected \[4, 3\] blocks"):
         cache.load(found.lease, {0: range(4), 1: range(4)})
@@ -312,7 +312,7 @@ def test_the_longest_partial_reuse_is_found(said: tuple[list[CacheGroup], list[l
     unit = math.lcm(*(kind.block_size for kind in groups))
     ends = [furthest(texts, tokens, kind.block_size, whole) for kind in groups]
     assert found.tokens == min(*ends, whole + unit - 1)
-    for kind, need in zip(groups, found.needs, strict=True):
+    for kind, need in zip(groups, found.matches, strict=True):
         assert (need.partial.tokens if need.partial else 0) == found.tokens % kind.block_size
     cache.check_integrity()
 
@@ -338,7 +338,7 @@ def test_impossible_text_is_refused_before_a_miss_is_counted() -> None:
 
 def test_chunks_that_stand_alone_have_no_partial_match_by_path() -> None:
     cache = stored(ABC, group=WINDOW)
-    with pytest.raises(CacheError, match="stand alone"):
+    with pytest.raises(CacheError, match="are independent"):
         lookup(cache, path(ABC, 2)[:1], 0.0, prompt_tokens=PromptTokens(ABC, ROOT), group=0)
     assert (cache.leases, cache.protected) == (0, 0)
 

@@ -122,7 +122,7 @@ def test_slots_that_are_freed_together_are_nobodys_and_without_fault() -> None:
 
 def test_one_image_size_means_one_pool_to_claim_from() -> None:
     pool = SlotPool(4)
-    with pytest.raises(CacheError, match=r"expected pool 0, as there is one image size; got pools \[0, 1\]"):
+    with pytest.raises(CacheError, match=r"expected size class 0, as all images have one size; got \[0 1\]"):
         pool.claim([2, 3], [0, 1])
     assert pool.room() == 4
     pool.check_integrity()

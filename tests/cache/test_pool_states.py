@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from longshore.cache import EDGES, SlotState
-from longshore.cache.pool import STATES, SlotPool, step
+from longshore.cache.pool import STATES, SlotPool, transition
 from longshore.errors import StateError
 
 LEGAL = {
@@ -31,7 +31,7 @@ def test_a_slot_moves_along_legal_edges_only(before: SlotState, after: SlotState
     old, new = STATES.index(before), STATES.index(after)
     pool.state[0] = old
     if (before.value, after.value) in LEGAL:
-        assert step(old, new) == new
+        assert transition(old, new) == new
         pool.move(0, new)
         assert pool.state[0] == new
     else:

@@ -30,11 +30,11 @@ class Copy(NamedTuple):
 
     slot: int
     path: str
-    pool: int = 0
+    size_class: int = 0
 
     @property
     def found(self) -> StoredChunk:
-        return StoredChunk(self.slot, key(self.path), parent(key(self.path)), self.pool)
+        return StoredChunk(self.slot, key(self.path), parent(key(self.path)), self.size_class)
 
 
 def taken(found: list[Copy]) -> list[str]:
@@ -140,22 +140,28 @@ def test_images_of_several_sizes_each_keep_their_order(data: st.DataObject, poli
     found = []
     free = {SMALL: list(range(0, 20 * 4)), LARGE: list(range(20 * 4, 40 * 4, 4))}
     for copy in data.draw(lists_found(20)):
-        pool = LARGE if copy.path[0] == "a" else SMALL
-        found.append(Copy(free[pool].pop(data.draw(st.integers(0, len(free[pool]) - 1))), copy.path, pool))
+        size_class = LARGE if copy.path[0] == "a" else SMALL
+        found.append(
+            Copy(free[size_class].pop(data.draw(st.integers(0, len(free[size_class]) - 1))), copy.path, size_class)
+        )
     tiers = [TierSpec(name, SLABS, policy=POLICIES[policy]) for name in (HOST, FILE)]
-    cache = TieredCache(tiers, CacheSettings(pools=(SMALL, LARGE)))
+    cache = TieredCache(tiers, CacheSettings(size_classes=(SMALL, LARGE)))
     assert cache.adopt(FILE, [copy.found for copy in found]) == len(found)
     cache.check_integrity()
     orphans, expected = adrift([], found), taken(found)
-    pools = [[path for path in expected if (path[0] == "a") == (pool == LARGE)] for pool in (SMALL, LARGE)]
-    assert order_of(cache, 1) == [path for pool in pools for path in first_to_go(pool, orphans)]
+    by_size_class = [
+        [path for path in expected if (path[0] == "a") == (size_class == LARGE)] for size_class in (SMALL, LARGE)
+    ]
+    assert order_of(cache, 1) == [path for size_class in by_size_class for path in first_to_go(size_class, orphans)]
     assert where(cache, FILE) == {copy.path: copy.slot for copy in found if copy.path in expected}
     slots = {copy.path: copy.slot for copy in found}
     last_used = list(dict.fromkeys(slots[path] // SLABS.stride for path in reversed(expected)))[::-1]
-    by_age = {pool: [slots[path] // SLABS.stride for path in pools[pool]] for pool in (SMALL, LARGE)}
-    for pool, other in ((SMALL, LARGE), (LARGE, SMALL)):
+    by_age = {
+        size_class: [slots[path] // SLABS.stride for path in by_size_class[size_class]] for size_class in (SMALL, LARGE)
+    }
+    for size_class, other in ((SMALL, LARGE), (LARGE, SMALL)):
         ages = [slab for slab, _ in cache._state.pools[1].slabs_of_others(other)]  # type: ignore[attr-defined]
-        assert ages == [slab for slab in last_used if slab in by_age[pool]]
+        assert ages == [slab for slab in last_used if slab in by_age[size_class]]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -196,7 +202,7 @@ def test_recovered_chunk_has_no_advantage_over_later_ones(policy: str) -> None:
         [(1 << 70, key("a"), None, 0)],
         [(0, key("a"), None, 1)],
     ],
-    ids=["key twice", "no key", "list", "no parent", "number", "text", "fraction", "huge", "no pool"],
+    ids=["key twice", "no key", "list", "no parent", "number", "text", "fraction", "huge", "no size class"],
 )
 def test_invalid_chunk_is_refused_and_nothing_is_taken_in(bad: list[tuple[Any, Any, Any, Any]]) -> None:
     cache = TieredCache([TierSpec(name, 4, policy=POLICIES["lru"]) for name in (HOST, FILE)], CacheSettings())

@@ -7,7 +7,7 @@ import pytest
 from cache_kit import LOAD, Setup, chunks, key, lookup, parent, path_of, store
 from cache_model import World
 
-from longshore.boundary import FILE, HOST, Cancel, Forget, Status, Transfer
+from longshore.boundary import FILE, HOST, Cancel, Reset, Status, Transfer
 from longshore.cache import GroupKeys, MissReason, Outcome, TieredCache, TierSpec
 from longshore.errors import CacheError, JobError, LeaseError
 from longshore.tiers.base import StoredChunk
@@ -107,7 +107,7 @@ def test_a_reset_forgets_everything_and_waits_for_slots_in_use() -> None:
     in_flight = list(world.jobs)
     world.generation += 1
     assert world.cache.reset() == 1
-    assert world.cache.take_commands() == [*map(Cancel, in_flight), Forget(1)]
+    assert world.cache.take_commands() == [*map(Cancel, in_flight), Reset(1)]
     assert residents_of(world.cache) == []
     assert [(s.used, s.ready) for s in world.cache.stats()] == [(3, 0), (2, 0)]
 
@@ -138,7 +138,7 @@ def test_commands_come_once_and_in_order() -> None:
     cache.reset()
     commands = cache.take_commands()
     assert [c.job for c in commands if isinstance(c, Transfer)] == [first, second]
-    assert commands[2:] == [Cancel(first or 0), Cancel(second or 0), Forget(1)]
+    assert commands[2:] == [Cancel(first or 0), Cancel(second or 0), Reset(1)]
     assert cache.take_commands() == []
 
 

@@ -15,8 +15,8 @@ from longshore.cache import (
     CacheGroup,
     CacheSettings,
     DropReason,
-    Found,
     GroupKeys,
+    LookupResult,
     MissReason,
     Protection,
     TieredCache,
@@ -50,7 +50,7 @@ class Desk:
                 self.transfers.append(command)
         self.cache.check_integrity()
 
-    def lookup(self, path: str) -> Found:
+    def lookup(self, path: str) -> LookupResult:
         found = lookup(self.cache, chunks(path), self.now)
         self.look()
         return found
@@ -110,14 +110,14 @@ def test_unknown_keys_are_probed_and_not_waited_for() -> None:
     desk.now = 3.0
     found = desk.lookup("abc")
     (probe,) = desk.probes
-    assert found == Found(probes=(probe.probe,), request_number=1)
+    assert found == LookupResult(probes=(probe.probe,), request_number=1)
     assert (probe.tier, probe.keys, probe.deadline, probe.ranks) == (STORE, tuple(chunks("abc")), 3.5, 1)
     assert not desk.cache.progress(probe.probe).is_over
     assert desk.lookup("abcd").probes == (probe.probe, desk.probes[1].probe)  # only "abcd" is asked for anew
     assert desk.probes[1].keys == (key("abcd"),)
     desk.answer("ab")
     assert desk.cache.progress(probe.probe).is_over
-    assert desk.lookup("abc")[:-3] == Found(remote=2)[:-3]
+    assert desk.lookup("abc")[:-3] == LookupResult(remote=2)[:-3]
     assert desk.misses() == {MissReason.ABSENT: 3 + 4 + 1, MissReason.REMOTE: 2}
     assert desk.answers() == {Answer.PRESENT: 2, Answer.ABSENT: 1}
 
@@ -325,7 +325,7 @@ def test_what_was_stored_is_known_to_be_there() -> None:
     desk.store("ab")
     desk.end()
     assert desk.cache.discard(chunks("ab"), HOST) == 2
-    assert desk.lookup("ab")[:-3] == Found(remote=2)[:-3]
+    assert desk.lookup("ab")[:-3] == LookupResult(remote=2)[:-3]
 
 
 def test_answers_tell_for_how_many_requests_a_store_keeps_chunks() -> None:
@@ -499,7 +499,7 @@ def test_keys_that_are_no_path_are_not_fetched(call: str) -> None:
 
 def test_chunks_after_device_only_chunks_are_not_probed() -> None:
     desk = known("abc", "abc")
-    assert lookup(desk.cache, chunks("abc"), 0.0, first=1)[:-3] == Found()[:-3]
+    assert lookup(desk.cache, chunks("abc"), 0.0, first=1)[:-3] == LookupResult()[:-3]
     assert desk.cache.prefetch({0: GroupKeys(chunks("abc"), 1)}, 0.0) == ()
     assert desk.cache.prefetch({0: GroupKeys(chunks("abc"))}, 0.0) != ()
 
@@ -552,7 +552,7 @@ def test_chunks_that_stand_alone_are_fetched_each_for_itself() -> None:
     assert desk.cache.prefetch({0: GroupKeys(keys)}, 0.0) == (job,)  # it is joined
     desk.end(Status.NOT_FOUND, Status.OK)
     assert desk.resident() == {"c"}
-    assert desk.misses() == {MissReason.NOT_FOUND: 1}, "what came stands alone: it is not behind what lapsed"
+    assert desk.misses() == {MissReason.NOT_FOUND: 1}, "what came is independent: it is not behind what lapsed"
 
 
 def test_a_chunk_that_is_named_twice_is_asked_for_once() -> None:

@@ -7,7 +7,7 @@ from cache_kit import Setup, key
 from cache_model import World
 from test_recovery_and_reset import load
 
-from longshore.boundary import FILE, HOST, Cancel, Forget, Status
+from longshore.boundary import FILE, HOST, Cancel, Reset, Status
 from longshore.cache import MissReason
 from longshore.errors import CacheError
 from residents import residents_of
@@ -98,7 +98,7 @@ def test_commands_cancel_and_forget_nothing() -> None:
 def test_new_weights_are_said_with_the_reset() -> None:
     cache = BOTH.build()
     assert cache.reset(weights=True) == 1
-    assert cache.take_commands() == [Forget(1, weights=True)]
+    assert cache.take_commands() == [Reset(1, weights=True)]
 
 
 @pytest.mark.parametrize(

@@ -160,10 +160,10 @@ class Model(RuleBasedStateMachine):
         assert pool.used == len(self.all_taken)
         assert {slab: owner for slab, owner in enumerate(pool.owner) if owner != NOBODY} == self.owner
         owners = [self.owner[index // self.slabs.stride] for index in self.all_taken]
-        assert [pool.pool_of(index) for index in self.all_taken] == owners
-        assert pool.pools_of(np.array(self.all_taken, np.int32)).tolist() == owners
+        assert [pool.size_class_of(index) for index in self.all_taken] == owners
+        assert pool.size_classes_of(np.array(self.all_taken, np.int32)).tolist() == owners
         sizes = self.slabs.image_bytes
-        assert pool.used_bytes == sum(sizes[pool.pool_of(index)] for index in self.all_taken) <= self.slabs.nbytes
+        assert pool.used_bytes == sum(sizes[pool.size_class_of(index)] for index in self.all_taken) <= self.slabs.nbytes
         for each in range(self.pools):
             owned = [slab for slab, owner in self.owner.items() if owner == each]
             assert pool.used_by(each) == (len(owned), sum(len(self.taken[slab]) for slab in owned))
@@ -229,7 +229,7 @@ def test_integrity_notices_a_count_that_is_wrong() -> None:
     pool = SlabPool(Slabs(12, (3, 4), 2))
     pool.allocate(2, SMALL)
     pool._open[SMALL] += 1
-    with pytest.raises(CacheError, match="pools count"):
+    with pytest.raises(CacheError, match="size classes count"):
         pool.check_integrity()
 
 

@@ -1,4 +1,4 @@
-"""Random paths over several KV cache groups, images of two sizes, chunks that stand alone, hosts that move bytes."""
+"""Random paths over several KV cache groups, images of two sizes, independent chunks, hosts that move bytes."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Several(Machine):
         for group in range(self.world.setup.groups):
             count = end // letters(group)
             if first < count and group:
-                self.world.store_alone(path[: count * letters(group)], group, first, before_eviction)
+                self.world.store_independent(path[: count * letters(group)], group, first, before_eviction)
             elif first < count:
                 self.world.store(path[:count], first, before_eviction)
 
@@ -112,17 +112,17 @@ class Several(Machine):
     @rule(path=prompts, group=st.integers(0, 2), end=ends)
     def store_by_host(self, path: str, group: int, end: int) -> None:
         if group and group < self.world.setup.groups:
-            self.world.store_alone_by_host(path[:end], group, 0)
+            self.world.store_independent_by_host(path[:end], group, 0)
         elif not group:
             self.world.store_by_host(path[:end], 0)
 
     @rule(path=prompts, group=st.integers(1, 2), some=st.sets(st.integers(0, 5)), request=st.sampled_from(REQUESTS))
     def lease_each(self, path: str, group: int, some: set[int], request: str | None) -> None:
-        self.world.lease_each(self.alone(path, group, some), self.known(group), request)
+        self.world.lease_each(self.independent(path, group, some), self.known(group), request)
 
     @rule(path=prompts, group=st.integers(1, 2), some=st.sets(st.integers(0, 5)))
     def load_by_host(self, path: str, group: int, some: set[int]) -> None:
-        self.world.load_by_host(self.alone(path, group, some), self.known(group))
+        self.world.load_by_host(self.independent(path, group, some), self.known(group))
 
     @rule(path=prompts, group=st.integers(1, 2), end=ends)
     def slide(self, path: str, group: int, end: int) -> None:
@@ -134,8 +134,8 @@ class Several(Machine):
     def known(self, group: int) -> int:
         return min(group, self.world.setup.groups - 1)
 
-    def alone(self, path: str, group: int, some: set[int]) -> list[bytes]:
-        """Chunks of a group that stand alone: `some` of those that are ready, or else of all."""
+    def independent(self, path: str, group: int, some: set[int]) -> list[bytes]:
+        """Independent chunks of a group: `some` of those that are ready, or else of all."""
         keys = chunks(path, self.known(group))
         ready = [each for each in keys if self.world.is_readable(each)]
         return [each for at, each in enumerate(ready or keys) if at in some or not some]
@@ -159,7 +159,7 @@ class Several(Machine):
     @rule(path=prompts, group=st.integers(0, 2))
     def prefetch_remote(self, path: str, group: int) -> None:
         if self.known(group):
-            self.world.prefetch_remote_alone(path, self.known(group))
+            self.world.prefetch_remote_independent(path, self.known(group))
         else:
             self.world.prefetch_remote(path, 0)
 

@@ -98,11 +98,11 @@ def test_a_running_engine_is_explained(tmp_path: Path) -> None:
     path, mover = tmp_path / "events", Scripted(Route("device", "host"))
     runtime = Runtime(TieredCache([TierSpec("host", 4, 4096)], CacheSettings(events=64)), [mover])
     recorder = EventRecorder(runtime, path, 1 << 20, start=False)
-    with runtime.transaction() as cache:
+    with runtime.batch() as cache:
         cache.store({0: GroupKeys([A])}, {0: (0,)})
     mover.end(Status.OK)
     runtime.pump()
-    with runtime.transaction() as cache:
+    with runtime.batch() as cache:
         cache.lookup({0: GroupKeys([A, B])}, runtime.clock(), request="now", protect=Protection.NONE)
     recorder.pump()  # as its thread does, four times a second; nothing is closed
     plain = CliRunner().invoke(app, ["explain", str(path), "--request", "now", "--json"])

@@ -367,7 +367,7 @@ def test_source_of_a_partial_copy_may_still_be_loading(by_layer: bool, tmp_path:
 def move_to_files(made: Rig, request: Request) -> None:
     """Nothing of the first 45 tokens of `request` is left on the device and in host memory."""
     made.evict_all()
-    with made.stack.runtime.transaction() as cache:
+    with made.stack.runtime.batch() as cache:
         for chain in request.chains:
             assert cache.discard(chain.keys[: 45 // (chain.chunk_bytes // 4)], HOST)
 

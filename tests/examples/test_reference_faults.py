@@ -135,7 +135,7 @@ def test_cancelled_load_is_recomputed() -> None:
         requests.append(made.engine.submit(prompts[1], 3))
         made.engine.admit()
         assert gate.wait_arrived(1)
-        with made.stack.runtime.transaction() as cache:
+        with made.stack.runtime.batch() as cache:
             cache.reset()
         gate.open()
         made.engine.compute()
@@ -161,7 +161,7 @@ def test_load_cancelled_between_layers_is_recomputed(how: str, monkeypatch: pyte
         def attend(*args: Any) -> torch.Tensor:
             computed.append(gate.passed)
             if len(computed) == 2:
-                with made.stack.runtime.transaction() as cache:
+                with made.stack.runtime.batch() as cache:
                     (job,) = cache._transfers.jobs
                     if how == "reset":
                         cache.reset()

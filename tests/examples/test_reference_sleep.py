@@ -34,7 +34,7 @@ def test_plans_are_refused_during_sleep() -> None:
         made.engine.sleep()
         with pytest.raises(FreedLayoutError):
             made.stack.transfer_engine.submit(_onboard_by_hand())
-        with made.stack.runtime.transaction() as cache:
+        with made.stack.runtime.batch() as cache:
             job = cache.load({0: DeviceCopy([Slot(DEVICE, 0, 0)])}, {0: [1]}).jobs[0].job
         assert made.stack.runtime.wait_jobs([job], TIMEOUT)
         with made.stack.runtime.locked() as cache:

@@ -74,13 +74,13 @@ def there_and_back(folder: Path, *, strict: bool) -> None:
         rows[:CHUNKS].bitwise_xor_(0x5A)  # late: only its event says when it has ended
         before = rows[:CHUNKS].clone()
         stack.transfer_engine.begin_step(None)
-        with stack.runtime.transaction() as cache:
+        with stack.runtime.batch() as cache:
             job = cache.store({0: GroupKeys(KEYS)}, {0: blocks})[0].job
         assert job is not None
         assert stack.runtime.wait_jobs([job], 60)
         rows.zero_()
         stack.transfer_engine.begin_step(None)
-        with stack.runtime.transaction() as cache:
+        with stack.runtime.batch() as cache:
             hold = cache.lookup({0: GroupKeys(KEYS)}, stack.runtime.clock()).lease
             assert hold is not None
             cache.load(hold, {0: blocks})

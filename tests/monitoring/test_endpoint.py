@@ -45,11 +45,11 @@ def make() -> tuple[Runtime, Scripted]:
 
 def load(runtime: Runtime, mover: Scripted, request: str) -> None:
     """A request that loads two chunks, which are stored before."""
-    with runtime.transaction() as cache:
+    with runtime.batch() as cache:
         cache.store({0: GroupKeys(PATH)}, {0: (0, 1)})
     mover.end(Status.OK, Status.OK)
     runtime.pump()
-    with runtime.transaction() as cache:
+    with runtime.batch() as cache:
         lease = cache.lookup({0: GroupKeys(PATH)}, runtime.clock(), request=request).lease
         assert lease is not None
         cache.load(lease, {0: (2, 3)})

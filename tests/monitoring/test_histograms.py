@@ -37,13 +37,13 @@ class Watched:
         return found
 
     def store(self, *numbers: int) -> None:
-        with self.runtime.transaction() as cache:
+        with self.runtime.batch() as cache:
             cache.store({0: GroupKeys(path(*numbers))}, {0: tuple(range(len(numbers)))})
         self.end_all()
 
     def back_up(self) -> None:
         """Copies to the file tier."""
-        with self.runtime.transaction() as cache:
+        with self.runtime.batch() as cache:
             cache.back_up_all()
         self.end_all()
 
@@ -96,7 +96,7 @@ def test_a_load_is_timed_by_its_slowest_tier() -> None:
     watched = Watched()
     watched.store(0, 1)
     watched.back_up()
-    with watched.runtime.transaction() as cache:
+    with watched.runtime.batch() as cache:
         assert cache.discard(path(0, 1)[1:], "host") == 1
         lease = cache.lookup({0: GroupKeys(path(0, 1))}, watched.now, request="r").lease
         assert lease is not None
@@ -115,7 +115,7 @@ def test_a_load_is_timed_by_its_slowest_tier() -> None:
 def test_a_load_that_brings_nothing_is_not_timed() -> None:
     watched = Watched()
     watched.store(0)
-    with watched.runtime.transaction() as cache:
+    with watched.runtime.batch() as cache:
         lease = cache.lookup({0: GroupKeys(path(0))}, watched.now).lease
         assert lease is not None
         cache.load(lease, {0: (2,)})
@@ -167,7 +167,7 @@ def test_chunks_of_an_earlier_process_have_no_age() -> None:
 
 def test_queue_wait_and_size_are_observed_by_route() -> None:
     watched = Watched()
-    with watched.runtime.transaction() as cache:
+    with watched.runtime.batch() as cache:
         cache.store({0: GroupKeys(path(0, 1))}, {0: (0, 1)})
     (transfer,) = watched.mover.open.values()
     result = TransferResult(transfer.job, (Status.OK,) * 2, bytes=2 * IMAGE, seconds=1.0, queued_seconds=0.2)
@@ -183,7 +183,7 @@ def test_queue_wait_and_size_are_observed_by_route() -> None:
 @pytest.mark.parametrize("status", [Status.QUEUE_FULL, Status.CANCELLED, Status.UNAVAILABLE])
 def test_a_transfer_that_moved_nothing_is_not_observed(status: Status) -> None:
     watched = Watched()
-    with watched.runtime.transaction() as cache:
+    with watched.runtime.batch() as cache:
         cache.store({0: GroupKeys(path(0, 1))}, {0: (0, 1)})
     watched.mover.end(status)
     watched.runtime.pump()
@@ -194,7 +194,7 @@ def test_a_transfer_that_moved_nothing_is_not_observed(status: Status) -> None:
 
 def test_lookups_are_timed_and_the_version_is_exported() -> None:
     watched = Watched()
-    with watched.runtime.transaction(), watched.runtime.lookup_counters.seconds.timed():
+    with watched.runtime.batch(), watched.runtime.lookup_counters.seconds.timed():
         pass
     assert watched.value(f"{LOOKUP_SECONDS}_count") == 1
     assert watched.value("longshore_build_info", version=__version__) == 1

@@ -22,7 +22,7 @@ from scripted import Scripted
 runtime = Runtime(TieredCache([TierSpec("host", 4, 4096)]), [mover := Scripted(Route("device", "host"))])
 mirrored = MirroredMetrics(LongshoreCollector(runtime), {"tp_rank": "1"})
 for number in range(2):
-    with runtime.transaction() as cache:
+    with runtime.batch() as cache:
         cache.store({0: GroupKeys([bytes([number]) * 32])}, {0: (0,)})
     mover.end(Status.OK)
     runtime.pump()

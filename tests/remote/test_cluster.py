@@ -108,7 +108,7 @@ def test_a_reset_gives_all_nodes_the_same_private_namespace(
 ) -> None:
     harness = opened(f"{cluster.url}?{PATIENT}")
     store_all(harness)
-    remote(harness).forget(1)
+    remote(harness).reset(1)
     assert ask(harness, *NUMBERS) == (False,) * len(NUMBERS)
     store_all(harness)
     other = opened(f"{cluster.url}?{PATIENT}", remote(harness).namespace)

@@ -530,14 +530,14 @@ def test_two_stacks_share_blocks_and_memory_with_the_client(mooncake: LocalMoonc
     config = Config.make(background=False, remote=mooncake.url(PATIENT), gate=False, host_size=16 * layout.image_bytes)
     assert not config.host_shared
     path = GroupKeys([key(number) for number in range(8)])
-    with open_stack(config, layout, scope, CpuDevice()) as writer, writer.runtime.transaction() as cache:
+    with open_stack(config, layout, scope, CpuDevice()) as writer, writer.runtime.batch() as cache:
         job = cache.store({0: path}, {0: range(8)})[0].job
         assert job is not None
         assert writer.runtime.wait_jobs([job], TIMEOUT)
         assert writer.runtime.flush(TIMEOUT)
     with open_stack(config, layout, scope, CpuDevice()) as reader:
         fetch_and_wait(reader.runtime, path, 0, 16, TIMEOUT)
-        with reader.runtime.transaction() as cache:
+        with reader.runtime.batch() as cache:
             assert cache.lookup({0: path}, reader.runtime.clock(), remote_tiers=()).num_chunks == 8
 
 

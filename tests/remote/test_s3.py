@@ -80,7 +80,7 @@ def test_replicas_share_a_namespace_and_send_nothing_twice(s3: LocalS3, opened: 
     same.assert_serves(0, 1)
     assert ask(same, 1, 2) == (True, False)
     other.assert_misses(0, 1)
-    same.tier.forget(6, namespace)
+    same.tier.reset(6, namespace)
     write = same.op(Op.WRITE, 0, 1, generation=6)
     same.bytes_of(write)[:] = image(1, IMAGE)
     assert same.run(write) == (Status.OK,)

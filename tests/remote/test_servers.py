@@ -69,9 +69,9 @@ def test_a_reset_that_keeps_the_namespace_keeps_what_is_stored(
 ) -> None:
     harness = opened(f"valkey://127.0.0.1:{server.port}?{PATIENT}")
     harness.store(0, 1)
-    remote(harness).forget(1, remote(harness).namespace)
+    remote(harness).reset(1, remote(harness).namespace)
     harness.assert_serves(0, 1)
-    remote(harness).forget(2)
+    remote(harness).reset(2)
     assert ask(harness, 1) == (False,)
     harness.assert_misses(0, 1)
 

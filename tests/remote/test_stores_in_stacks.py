@@ -56,7 +56,7 @@ def opened(server: LocalServer) -> Iterator[Callable[..., Stack]]:
 
 
 def store(stack: Stack, prompt: int) -> None:
-    with stack.runtime.transaction() as cache:
+    with stack.runtime.batch() as cache:
         job = cache.store({0: GroupKeys(keys_of(prompt))}, {0: range(CHUNKS)})[0].job
     assert job is not None and stack.runtime.wait_jobs([job], TIMEOUT)
     assert stack.runtime.flush(TIMEOUT)
@@ -66,7 +66,7 @@ def served(stack: Stack, prompt: int) -> int:
     """Chunks of the prompt in host memory, once it was brought there as far as that pays."""
     path = GroupKeys(keys_of(prompt))
     fetch_and_wait(stack.runtime, path, 0, TOKENS, TIMEOUT)
-    with stack.runtime.transaction() as cache:
+    with stack.runtime.batch() as cache:
         found = cache.lookup({0: path}, stack.runtime.clock(), remote_tiers=())
         if found.lease is not None:
             cache.release(found.lease)
@@ -108,12 +108,12 @@ def test_what_is_behind_an_orphan_is_fetched(opened: Callable[..., Stack], first
     """Also what is before it, if the engine does not have that: by one call up to the orphan, by another one behind."""
     store(opened(), 5)
     reader, keys = opened(), keys_of(5)
-    with reader.runtime.transaction() as cache:
+    with reader.runtime.batch() as cache:
         job = cache.store({0: GroupKeys(keys[:4], 2)}, {0: range(2, 4)})[0].job
     assert job is not None and reader.runtime.wait_jobs([job], TIMEOUT)
     path = GroupKeys(keys, first)
     ROWS[1][:] = 0
-    with reader.runtime.transaction() as cache:
+    with reader.runtime.batch() as cache:
         assert (
             cache.lookup({0: path}, 0.0, protect=Protection.NONE).num_chunks == first
         )  # the two, from their own parent on
@@ -122,7 +122,7 @@ def test_what_is_behind_an_orphan_is_fetched(opened: Callable[..., Stack], first
         sent = fetch_and_wait(reader.runtime, path, first * TOKENS, TOKENS, TIMEOUT)
         assert set(sent) >= set(part)
         names.update(sent)
-    with reader.runtime.transaction() as cache:
+    with reader.runtime.batch() as cache:
         found = cache.lookup({0: path}, reader.runtime.clock(), remote_tiers=())
     assert found.num_chunks == CHUNKS - first
     jobs: list[int] = []
@@ -130,7 +130,7 @@ def test_what_is_behind_an_orphan_is_fetched(opened: Callable[..., Stack], first
     assert sources[4 - first :] == [REMOTE] * (CHUNKS - 4)
     assert reader.runtime.wait_jobs(jobs, TIMEOUT)
     assert torch.equal(ROWS[1][4 - first : CHUNKS - first], ROWS[0][4:])
-    with reader.runtime.transaction() as cache:
+    with reader.runtime.batch() as cache:
         cache.release(found.lease)
         cache.check_integrity()
 
@@ -155,12 +155,12 @@ def test_a_fetch_ends_after_twice_what_the_gate_expects(opened: Callable[..., St
     assert gate is not None
     gate.observe_load(HOST, 1 << 20, 1e-6, 0.0, 0.0)
     gate.observe_load(REMOTE, CHUNKS << 18, 2.0, 0.0, 0.0)
-    with runtime.transaction() as cache:
+    with runtime.batch() as cache:
         probes = fetch(runtime, cache, path, 0, TOKENS).probes
     assert runtime.wait_jobs(probes, TIMEOUT)
     os.kill(server.pid, signal.SIGSTOP)
     try:
-        with runtime.transaction() as cache:
+        with runtime.batch() as cache:
             expected = gate.load_seconds(runs, runtime.clock())
             jobs = fetch(runtime, cache, path, 0, TOKENS, probe=False).jobs
         assert expected is not None
@@ -172,7 +172,7 @@ def test_a_fetch_ends_after_twice_what_the_gate_expects(opened: Callable[..., St
         assert runtime.wait_jobs(jobs, TIMEOUT)
     finally:
         os.kill(server.pid, signal.SIGCONT)
-    with runtime.transaction() as cache:  # the gate cannot measure what did not arrive
+    with runtime.batch() as cache:  # the gate cannot measure what did not arrive
         assert gate.is_late(REMOTE)
         assert fetch_timeout(runtime, cache, runs, runtime.clock()) is None
 

@@ -48,7 +48,7 @@ class Engine:
     def store(self, tokens: Sequence[int]) -> None:
         """Store all chunks of a prompt, and wait for that."""
         path = GroupKeys(self.keys(tokens))
-        with self.stack.runtime.transaction() as cache:
+        with self.stack.runtime.batch() as cache:
             job = cache.store({0: path}, {0: range(len(path.keys))})[0].job
         assert job is None or self.stack.runtime.wait_jobs([job], TIMEOUT)
         assert self.stack.runtime.flush(TIMEOUT)

@@ -52,18 +52,18 @@ class Rig:
     def store(self, keys: list[bytes], group: int = 0) -> None:
         """`keys` lie in the file tier, and in no other."""
         blocks = range(len(keys) * self.cache.settings.blocks_per_chunk)
-        with self.runtime.transaction() as cache:
+        with self.runtime.batch() as cache:
             cache.store({group: GroupKeys(keys)}, {group: list(blocks)})
         for mover in (self.device, self.files):
             mover.end()
             self.runtime.pump()
-        with self.runtime.transaction() as cache:
+        with self.runtime.batch() as cache:
             assert cache.discard(keys, HOST) == len(keys)
         self.device.submitted.clear()
         self.files.submitted.clear()
 
     def load(self, keys: list[bytes], blocks: list[int], skip: int = 0) -> Lease:
-        with self.runtime.transaction() as cache:
+        with self.runtime.batch() as cache:
             hold = cache.lookup({0: GroupKeys(keys)}, self.now).lease
             assert hold is not None
             cache.load(hold, {0: blocks}, skip=skip)
@@ -149,7 +149,7 @@ class Memory:
         for item, block in zip(transfer.items, transfer.sections[0].blocks, strict=True):
             slot = item.source or item.destination
             image = np.frombuffer(
-                self.host.arena.view(self.host.slabs.offset(slot.pool, slot.index), IMAGE), dtype=np.uint8
+                self.host.arena.view(self.host.slabs.offset(slot.size_class, slot.index), IMAGE), dtype=np.uint8
             )
             if transfer.route == DOWN:
                 image[:] = self.blocks[block]
@@ -182,13 +182,13 @@ class Machine:
         self.runtime = Runtime(self.cache, [self.memory, TierMover(self.file, host)], [self.file])
 
     def load(self, keys: list[bytes], blocks: list[int]) -> tuple[int, tuple[str, ...]]:
-        with self.runtime.transaction() as cache:
+        with self.runtime.batch() as cache:
             hold = cache.lookup({0: GroupKeys(keys)}, self.runtime.clock()).lease
             if hold is None:
                 return 0, ()
             cache.load(hold, {0: blocks})
         outcome = self.runtime.wait_load(hold, 10.0).outcome
-        with self.runtime.transaction() as cache:
+        with self.runtime.batch() as cache:
             cache.release(hold)
         return outcome
 

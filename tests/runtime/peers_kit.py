@@ -40,7 +40,7 @@ def rows_of(seed: int) -> torch.Tensor:
 
 
 def stored(stack: Stack, count: int = 3) -> None:
-    with stack.runtime.transaction() as cache:
+    with stack.runtime.batch() as cache:
         job = cache.store({0: GroupKeys(KEYS[:count])}, {0: range(count)})[0].job
     assert job is not None
     assert stack.runtime.wait_jobs([job], TIMEOUT)

@@ -27,7 +27,7 @@ class Rig:
     def offload(self, *blocks: int) -> int:
         keys = [bytes([self._keys + i]) * 32 for i in range(len(blocks))]
         self._keys += len(blocks)
-        with self.runtime.transaction() as cache:
+        with self.runtime.batch() as cache:
             job = cache.store({0: GroupKeys(keys)}, {0: blocks}, before_eviction=True)[0].job
         assert job is not None
         self.guard.add(job, blocks)

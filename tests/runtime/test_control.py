@@ -75,7 +75,7 @@ def test_lookup_says_which_tier_has_how_many_leading_chunks(opened: Opened, tmp_
     assert engine.ask("lookup", tokens=tokens) == {
         "chunks": 8, "leading": 4, "runs": [{"tier": HOST, "chunks": 4}],
     }  # fmt: skip
-    with engine.stack.runtime.transaction() as cache:
+    with engine.stack.runtime.batch() as cache:
         assert cache.discard(engine.keys(prompt(1))[2:], HOST) == 2
     runs = [{"tier": HOST, "chunks": 2}, {"tier": FILE, "chunks": 2}]
     assert engine.ask("lookup", tokens=tokens)["runs"] == runs
@@ -149,17 +149,17 @@ def test_clear_leaves_what_a_request_holds_or_loads(opened: Opened, tmp_path: Pa
     engine.store(prompt(1))
     engine.store(prompt(2))
     runtime = engine.stack.runtime
-    with runtime.transaction() as cache:
+    with runtime.batch() as cache:
         found = cache.lookup({0: GroupKeys(engine.keys(prompt(1)))}, runtime.clock())
     assert found.lease is not None
     said = engine.ask("clear")
     assert said["dropped"][HOST] + said["dropped"][FILE] >= 8
     assert sum(said["left"].values()) >= 4
-    with runtime.transaction() as cache:
+    with runtime.batch() as cache:
         cache.load(found.lease, {0: range(4)})
     outcome = runtime.wait_load(found.lease, TIMEOUT).outcome
     assert outcome is not None and outcome.num_chunks == 4
-    with runtime.transaction() as cache:
+    with runtime.batch() as cache:
         cache.release(found.lease)
     assert engine.leading(prompt(2)) == 0
     engine.ask("clear")
@@ -170,11 +170,11 @@ def test_an_engines_own_reset_ends_pins_without_a_fault(opened: Opened, tmp_path
     engine = opened(files=tmp_path / "kv")
     engine.store(prompt(1))
     engine.ask("pin", tokens=prompt(1))
-    with engine.stack.runtime.transaction() as cache:
+    with engine.stack.runtime.batch() as cache:
         cache.reset(keep=(FILE,))
         cache.check_integrity()
     assert engine.ask("lookup", tokens=prompt(1))["runs"] == [{"tier": FILE, "chunks": 4}]
-    with engine.stack.runtime.transaction() as cache:
+    with engine.stack.runtime.batch() as cache:
         cache.reset()
     assert engine.ask("stats")["pinned_chunks"] == 0
     engine.store(prompt(2))
@@ -364,7 +364,7 @@ class Several:
     def store(self, at: int, tokens: Sequence[int], chunks: slice = slice(None)) -> None:
         """Make chunks of a prompt in a group ready."""
         group, keys = self.groups[at], self.keys(tokens)[at]
-        with group.runtime.transaction() as cache:
+        with group.runtime.batch() as cache:
             slot, taken = cache.stats()[0].used, list(enumerate(keys))[chunks]
             parents = [keys[number - 1] if number and at == FULL else None for number, _ in taken]
             cache.adopt(HOST, [(slot + n, key, parents[n], 0) for n, (_, key) in enumerate(taken)])
@@ -404,7 +404,7 @@ def test_a_pin_of_several_groups_leases_what_the_prefix_needs(several: Several) 
     assert several.ask("pin", tokens=tokens) == {"chunks": 10, "pinned": 10}  # 8 and 2
     assert several.ask("stats")["pinned_chunks"] == 10
     for group in several.groups:
-        with group.runtime.transaction() as cache:
+        with group.runtime.batch() as cache:
             cache.evict(HOST, 1000)
     left = several.ask("lookup", tokens=tokens)
     assert left["leading_tokens"] == 128
@@ -479,7 +479,7 @@ def test_an_engine_that_dies_amid_a_command_is_an_error(process: subprocess.Pope
 
 def test_a_busy_engine_answers_once_its_lock_is_free(opened: Opened) -> None:
     engine = opened()
-    with engine.stack.runtime.transaction(), pytest.raises(CommandError, match="very busy"):
+    with engine.stack.runtime.batch(), pytest.raises(CommandError, match="very busy"):
         ask(engine.server.path, {"command": "lookup", "tokens": prompt(1)}, 0.2)
     assert engine.leading(prompt(1)) == 0
 

@@ -39,7 +39,7 @@ class Rig:
         )
         gate = RecomputeGate([HOST, FILE], TOKENS, IMAGE) if gated else None
         self.runtime = Runtime(self.cache, [self.device, self.files], gate=gate, clock=lambda: self.now)
-        with self.runtime.transaction() as cache:
+        with self.runtime.batch() as cache:
             cache.store({0: GroupKeys(KEYS)}, {0: range(4)})
         self._end_all()
 
@@ -52,11 +52,11 @@ class Rig:
 
     def drop(self, at_hand: int) -> None:
         """All but the first `at_hand` chunks leave host memory."""
-        with self.runtime.transaction() as cache:
+        with self.runtime.batch() as cache:
             assert cache.discard(KEYS[at_hand:], HOST) == 4 - at_hand
 
     def lookup(self) -> Lease:
-        with self.runtime.transaction() as cache:
+        with self.runtime.batch() as cache:
             hold = cache.lookup({0: GroupKeys(KEYS)}, self.now).lease
             assert hold is not None
             return hold
@@ -64,10 +64,10 @@ class Rig:
     def load(self) -> None:
         """All four chunks come up, and are let go."""
         hold = self.lookup()
-        with self.runtime.transaction() as cache:
+        with self.runtime.batch() as cache:
             cache.load(hold, {0: range(4)})
         self._end_all()
-        with self.runtime.transaction() as cache:
+        with self.runtime.batch() as cache:
             assert cache.progress(hold).outcome is not None
             cache.release(hold)
 
@@ -87,13 +87,13 @@ def learned(per_chunk: float, *, at_hand: int = 0, gated: bool = True) -> Rig:
 def test_blocks_slower_to_read_are_computed_and_counted() -> None:
     rig = learned(1.0)
     assert rig.runtime.worth_loading(rig.lookup(), 0) == 0
-    assert rig.runtime.gate.refused == 4
+    assert rig.runtime.gate.recomputed == 4
 
 
 def test_prefetch_is_neither_counted_nor_tried_by_the_gate() -> None:
     rig = learned(1.0)
     assert [rig.runtime.worth_loading(rig.lookup(), 0, for_prefetch=True) for _ in range(1000)] == [0] * 1000
-    assert rig.runtime.gate.refused == 0
+    assert rig.runtime.gate.recomputed == 0
     assert 1 in [rig.runtime.worth_loading(rig.lookup(), 0) for _ in range(10_000)], "a try"
 
 
@@ -101,13 +101,13 @@ def test_what_was_ordered_before_is_loaded_whatever_the_gate_says() -> None:
     rig = learned(1.0)
     assert rig.runtime.worth_loading(rig.lookup(), 0, least=3) == 3
     assert rig.runtime.worth_loading(rig.lookup(), 0, least=9) == 4
-    assert rig.runtime.gate.refused == 1
+    assert rig.runtime.gate.recomputed == 1
 
 
 def test_what_is_quicker_to_read_is_loaded() -> None:
     rig = learned(0.001)
     assert rig.runtime.worth_loading(rig.lookup(), 0) == 4
-    assert rig.runtime.gate.refused == 0
+    assert rig.runtime.gate.recomputed == 0
 
 
 def test_host_memory_is_loaded_whatever_is_behind_it() -> None:

@@ -98,7 +98,7 @@ def opened(pages: Pages, directory: Path, library: object, *, host_size: int | N
 
 
 def store(stack: Stack, blocks: list[int]) -> None:
-    with stack.runtime.transaction() as cache:
+    with stack.runtime.batch() as cache:
         job = cache.store({0: GroupKeys(KEYS)}, {0: blocks})[0].job
     assert job is not None
     assert stack.runtime.wait_jobs([job], 30)
@@ -106,12 +106,12 @@ def store(stack: Stack, blocks: list[int]) -> None:
 
 def load(stack: Stack, blocks: list[int], start: int = 0) -> int:
     """How many chunks came."""
-    with stack.runtime.transaction() as cache:
+    with stack.runtime.batch() as cache:
         hold: Lease | None = cache.lookup({0: GroupKeys(KEYS, start)}, stack.runtime.clock()).lease
         assert hold is not None
         cache.load(hold, {0: blocks})
     outcome = stack.runtime.wait_load(hold, 30).outcome
-    with stack.runtime.transaction() as cache:
+    with stack.runtime.batch() as cache:
         cache.release(hold)
     assert set(outcome.sources) <= {FILE}
     return len(outcome.sources)
@@ -230,7 +230,7 @@ def test_what_rots_ends_the_load_there_and_nothing_else_changes(
     before = pages.read(blocks)
     with opened(pages, tmp_path, library) as stack:
         store(stack, blocks)
-        with stack.runtime.transaction() as cache:
+        with stack.runtime.batch() as cache:
             (slot,) = [each.slot.index for each in residents_of(cache) if each.key == KEYS[5]]
         flip_image_bit(tmp_path, slot, 12345)
         pages.fill(2)
@@ -513,7 +513,7 @@ def test_close_ends_everything_and_the_results_can_be_polled(machine: Machine) -
 
 def test_closing_a_stack_ends_its_job_in_flight(pages: Pages, tmp_path: Path, library: StandInCuFile) -> None:
     stack = opened(pages, tmp_path, library)
-    with stack.runtime.transaction() as cache:
+    with stack.runtime.batch() as cache:
         job = cache.store({0: GroupKeys(KEYS)}, {0: list(range(2 * CHUNKS))})[0].job
     assert job is not None
     assert stack.runtime.in_flight(job)

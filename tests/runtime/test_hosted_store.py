@@ -108,7 +108,7 @@ def test_what_is_stored_is_probed_and_read_by_another_engine(opener: Opener) -> 
 def test_resets_keep_the_name_of_fixed_weights_alone(opener: Opener) -> None:
     fixed, free, shared = opener(fixed_weights=True), opener(), opener()
     for each in (fixed, free):
-        each.tier.forget(1)
+        each.tier.reset(1)
         assert each.tier.generation == 1
     assert fixed.tier.namespace == bytes(32)
     assert free.tier.namespace != bytes(32)
@@ -116,12 +116,12 @@ def test_resets_keep_the_name_of_fixed_weights_alone(opener: Opener) -> None:
         each.store(number, number, generation=1)
     assert shared.ask(0, 1) == (True, False)
     fixed.tier.weights_changed()
-    fixed.tier.forget(2)
+    fixed.tier.reset(2)
     private = fixed.tier.namespace
     assert private != bytes(32)
     fixed.store(2, 2, generation=2)
     assert shared.ask(2) == (False,)
-    fixed.tier.forget(3)
+    fixed.tier.reset(3)
     assert fixed.tier.namespace == private
 
 
@@ -134,7 +134,7 @@ def test_killed_process_restarts_with_the_latest_generation(opener: Opener) -> N
     assert harness.tier.is_away
     assert harness.ask(0) is None
     assert harness.read(0) is Status.UNAVAILABLE
-    harness.tier.forget(5, bytes(32))
+    harness.tier.reset(5, bytes(32))
     harness.until(lambda: not harness.tier.is_away)
     assert harness.pid != former
     assert harness.ask(0) == (True,)

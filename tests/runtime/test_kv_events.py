@@ -249,7 +249,7 @@ class Rig:
         keys = chain(ROOT, tokens, CHUNK)
         if describe and (publisher := self.recorder.publisher) is not None:
             publisher.record_tokens(keys, 0, tokens)
-        with self.runtime.transaction() as cache:
+        with self.runtime.batch() as cache:
             cache.store({0: GroupKeys(keys)}, {0: range(len(keys))})
         self.mover.end()
         self.runtime.pump()
@@ -291,7 +291,7 @@ def test_a_subscriber_gets_what_it_has_missed_from_the_replay(opened: Open, tmp_
         assert [router.tokens[block_hash(key)][1] for key in keys] == chunks_of(tokens)
         assert [router.tokens[block_hash(key)][0] for key in keys] == [None, *map(block_hash, keys[:2])]
         subscriber.batches(1.0)  # by now it is subscribed
-        with rig.runtime.transaction() as cache:
+        with rig.runtime.batch() as cache:
             cache.discard(keys, IN_HOST)
         rig.recorder.pump()
         rig.recorder.close()

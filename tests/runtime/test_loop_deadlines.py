@@ -57,12 +57,12 @@ def test_each_deadline_passes_without_a_call_of_the_engine(rig: Rig) -> None:
 
 def test_prefetch_policy_decides_how_long_a_request_waits(rig: Rig) -> None:
     rig.store(path(2))
-    with rig.runtime.transaction() as cache:
+    with rig.runtime.batch() as cache:
         hold = cache.lookup({0: GroupKeys(path(2))}, rig.now).lease
         assert hold is not None
         cache.prefetch(hold, rig.now)
     assert rig.runtime.wait_load(hold).leading(HOST) == 0
-    with rig.runtime.transaction() as cache:
+    with rig.runtime.batch() as cache:
         cache.prefetch(hold, rig.now, policy=PrefetchPolicy.WAIT)
     rig.files.end()
     assert rig.runtime.wait_load(hold).leading(HOST) == 2
@@ -94,7 +94,7 @@ def test_item_never_submitted_does_not_end_as_deadline(rig: Rig) -> None:
 
 
 def test_writes_use_the_write_timeout(rig: Rig) -> None:
-    with rig.runtime.transaction() as cache:
+    with rig.runtime.batch() as cache:
         cache.store({0: GroupKeys(path(1))}, {0: [0]})
     rig.now += 6.9
     rig.runtime.pump()
@@ -106,7 +106,7 @@ def test_writes_use_the_write_timeout(rig: Rig) -> None:
 
 def test_deadline_counts_from_the_command(rig: Rig) -> None:
     rig.now += 1000.0
-    with rig.runtime.transaction() as cache:
+    with rig.runtime.batch() as cache:
         cache.store({0: GroupKeys(path(1))}, {0: [0]})
     rig.runtime.pump()
     assert rig.device.submitted[0].deadline == rig.now + 7.0
@@ -116,7 +116,7 @@ def test_deadline_counts_from_the_command(rig: Rig) -> None:
 def test_cancelled_waiting_transfer_is_never_submitted(rig: Rig) -> None:
     rig.store(path(1))
     hold = rig.load(path(1), [1])
-    with rig.runtime.transaction() as cache:
+    with rig.runtime.batch() as cache:
         cache.release(hold)
     rig.files.end()
     rig.check_idle()
@@ -130,7 +130,7 @@ def test_cancelled_running_transfer_ends_with_a_result(rig: Rig) -> None:
     rig.files.end()
     rig.runtime.pump()
     (copying,) = rig.device.submitted
-    with rig.runtime.transaction() as cache:
+    with rig.runtime.batch() as cache:
         cache.release(hold)
     assert rig.device.cancelled == [copying.job]
     assert rig.runtime.in_flight(copying.job)

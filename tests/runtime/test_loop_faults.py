@@ -44,10 +44,10 @@ def test_fault_is_logged_once_and_its_call_log_replays(
         return TieredCache([TierSpec(HOST, 8, 4096, LRU)])
 
     runtime, keys = Runtime(make(), []), [bytes([i]) * 32 for i in range(8)]
-    with pytest.raises(CacheError), runtime.transaction() as cache:
+    with pytest.raises(CacheError), runtime.batch() as cache:
         cache.store({0: GroupKeys([keys[0], keys[0]])})
     assert runtime.fault is None, "what a caller did wrong is the caller's"
-    with runtime.transaction() as cache:
+    with runtime.batch() as cache:
         job = cache.store({0: GroupKeys(keys)})[0].job
         assert job is not None
         cache.apply_results([TransferResult(job, (Status.OK,) * 8)], 0.0)
@@ -55,7 +55,7 @@ def test_fault_is_logged_once_and_its_call_log_replays(
         policy._linked.after[next(iter(policy.order()))] = 1  # type: ignore[attr-defined]
         policy._place[:] = bytes(len(policy._place))  # type: ignore[attr-defined]
     for _ in range(2):
-        with pytest.raises(TierClosedError, match="all tiers disabled"), runtime.transaction() as cache:
+        with pytest.raises(TierClosedError, match="all tiers disabled"), runtime.batch() as cache:
             cache.store({0: GroupKeys([b"new".ljust(32)])})
     assert runtime.faults == 1
     assert not runtime.pump()
@@ -87,7 +87,7 @@ def test_any_exception_of_a_loop_method_is_a_fault(
 
     monkeypatch.setattr(TieredCache, method, damaged)
     runtime = Runtime(host_cache(), [])
-    with contextlib.suppress(TierClosedError), runtime.transaction() as cache:
+    with contextlib.suppress(TierClosedError), runtime.batch() as cache:
         cache.end_step()
     assert len(fired) == runtime.faults == 1
     assert not runtime.flush(1.0)
@@ -100,7 +100,7 @@ def test_internal_error_of_any_method_is_a_fault(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(TieredCache, "lookup", lambda self, *_: (_ for _ in ()).throw(error("damaged by the test")))
     runtime = Runtime(host_cache(), [])
-    with pytest.raises(TierClosedError), runtime.transaction() as cache:
+    with pytest.raises(TierClosedError), runtime.batch() as cache:
         cache.lookup({}, 0.0)
     assert runtime.faults == 1
 
@@ -111,7 +111,7 @@ def test_interrupt_is_a_fault_if_state_may_be_half_changed(
 ) -> None:
     monkeypatch.setattr(TieredCache, method, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
     runtime = Runtime(host_cache(), [])
-    with pytest.raises(KeyboardInterrupt), runtime.transaction() as cache:
+    with pytest.raises(KeyboardInterrupt), runtime.batch() as cache:
         getattr(cache, method)(*{"lookup": ({}, 0.0), "progress": (1,)}.get(method, ()))
     assert runtime.faults == faults
 
@@ -119,7 +119,7 @@ def test_interrupt_is_a_fault_if_state_may_be_half_changed(
 @pytest.mark.parametrize("error", [KeyError, CacheError])
 def test_callers_exception_is_not_a_fault(error: type[Exception]) -> None:
     runtime = Runtime(host_cache(), [])
-    with pytest.raises(error), runtime.transaction():
+    with pytest.raises(error), runtime.batch():
         raise error("of the code around the calls")
     assert runtime.fault is None
 
@@ -164,7 +164,7 @@ def test_exception_of_mover_poll_in_the_background_disables_the_tiers(
         assert polled.wait(10)
         assert until(lambda: runtime.fault is not None)
         assert isinstance(runtime.fault, OSError)
-        with pytest.raises(TierClosedError), runtime.transaction():
+        with pytest.raises(TierClosedError), runtime.batch():
             pass
     finally:
         loop.close()
@@ -180,7 +180,7 @@ def test_exception_of_mover_close_closes_the_others(caplog: pytest.LogCaptureFix
     runtime = Runtime(host_cache(), movers)
     assert runtime.close(0.0)
     assert movers[1].closed
-    assert "host tier could not be closed" in caplog.text
+    assert "copies between device and host memory: could not be closed" in caplog.text
 
 
 WAITS: dict[str, Callable[[Rig, Lease], Any]] = {
@@ -229,7 +229,7 @@ def test_failing_mover_is_polled_once_after_a_fault(
     rig.store(path(1))
     rig.load(path(1), [0])
     (reading,) = rig.files.submitted
-    with rig.runtime.transaction() as cache:
+    with rig.runtime.batch() as cache:
         cache.store({0: GroupKeys(path(1, first=7))}, {0: [3]})
     (storing,) = rig.device.submitted
     polls = []
@@ -249,6 +249,38 @@ def test_failing_mover_is_polled_once_after_a_fault(
     assert polls == [(reading.job,), ()]
     assert not rig.runtime.wait_jobs([reading.job], 0.0), "what has not ended may still write"
     assert rig.runtime.wait_jobs([storing.job], 0.0)
-    assert sum("file tier failed, its slots are blocked" in record.getMessage() for record in caplog.records) == 1
+    assert (
+        sum(
+            "file tier: results cannot be read; slots of jobs in flight are blocked" in record.getMessage()
+            for record in caplog.records
+        )
+        == 1
+    )
     assert not rig.runtime.close(0.0)
     assert rig.files.closed
+
+
+def test_failing_device_copies_are_not_blamed_on_a_tier(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def fail() -> list[TransferResult]:
+        raise OSError("failed by the test")
+
+    rig.device.poll = fail  # type: ignore[method-assign]
+    rig.runtime.fail(KeyError("damaged by the test"))
+    rig.runtime.pump()
+    lines = [record.getMessage() for record in caplog.records if "results cannot be read" in record.getMessage()]
+    assert lines == [
+        "copies between device and host memory: results cannot be read; slots of jobs in flight are blocked; "
+        "restart the engine"
+    ]
+
+
+def test_former_name_of_a_batch_warns(rig: Rig) -> None:
+    with (
+        pytest.warns(DeprecationWarning, match="Runtime.transaction was renamed: use batch"),
+        rig.runtime.transaction() as cache,
+    ):
+        assert cache is rig.cache

@@ -89,7 +89,7 @@ def test_failed_item_of_a_group_is_counted_and_others_behind() -> None:
     groups = {0: path(3), 1: path(3, first=50)}
     for group, keys in groups.items():
         rig.store(keys, group)
-    with rig.runtime.transaction() as cache:
+    with rig.runtime.batch() as cache:
         found = cache.lookup({group: GroupKeys(keys) for group, keys in groups.items()}, rig.now)
         assert found.lease is not None
         order = cache.load(found.lease, {0: [1, 2, 3], 1: [4, 5]})
@@ -150,7 +150,7 @@ def test_refused_backup_keeps_the_chunk_in_host_memory(rig: Rig) -> None:
 
 def test_route_without_a_mover_is_a_miss() -> None:
     rig = Rig(with_files=False)
-    with rig.runtime.transaction() as cache:
+    with rig.runtime.batch() as cache:
         cache.store({0: GroupKeys(path(1))}, {0: [0]})
     rig.device.end()
     rig.check_idle()
@@ -226,7 +226,7 @@ def test_cancel_of_an_ended_job_is_ignored() -> None:
 
 
 def test_commands_before_a_callers_error_are_submitted(rig: Rig) -> None:
-    with pytest.raises(CacheError), rig.runtime.transaction() as cache:
+    with pytest.raises(CacheError), rig.runtime.batch() as cache:
         cache.store({0: GroupKeys(path(1))}, {0: [0]})
         cache.store({0: GroupKeys(path(1))}, {0: [0, 1, 2]})
     assert len(rig.device.submitted) == 1
@@ -246,7 +246,7 @@ def test_internal_error_of_a_submission_fails_one_job(
         return operation(mover, op, *rest)
 
     def store(keys: list[bytes], blocks: list[int]) -> None:
-        with machine.runtime.transaction() as cache:
+        with machine.runtime.batch() as cache:
             cache.store({0: GroupKeys(keys)}, {0: blocks})
         assert machine.runtime.flush(10.0)
 
@@ -254,7 +254,7 @@ def test_internal_error_of_a_submission_fails_one_job(
     machine.memory.blocks[:] = np.arange(8, dtype=np.uint8)[:, None]
     if route == IN:
         store(first, [0, 1])
-        with machine.runtime.transaction() as cache:
+        with machine.runtime.batch() as cache:
             cache.discard(first, HOST)
     with monkeypatch.context() as patched:
         patched.setattr(TierMover, "_operation", broken)

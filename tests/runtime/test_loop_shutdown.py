@@ -41,7 +41,7 @@ from residents import residents_of
 def test_close_leaves_nothing_in_flight(rig: Rig) -> None:
     rig.store(path(2))
     hold = rig.load(path(2), [1, 2])  # one transfer runs, one waits
-    with rig.runtime.transaction() as cache:
+    with rig.runtime.batch() as cache:
         cache.store({0: GroupKeys(path(2, first=9))}, {0: [6, 7]})
     assert not rig.runtime.close(0.0)
     assert rig.device.closed
@@ -50,7 +50,7 @@ def test_close_leaves_nothing_in_flight(rig: Rig) -> None:
     assert rig.cache.progress(hold).outcome == (0, ())
     assert rig.misses() == {"tier_off": 2}
     assert rig.runtime.wait_load(hold, 0.0).outcome == (0, ())
-    with pytest.raises(TierClosedError, match="the runtime was closed"), rig.runtime.transaction():
+    with pytest.raises(TierClosedError, match="the tiers were closed"), rig.runtime.batch():
         pass
 
 
@@ -59,7 +59,7 @@ def test_log_names_tiers_that_were_not_written(caplog: pytest.LogCaptureFixture)
     machines = [Rig(), Rig()]
     runtimes = [*(each.runtime for each in machines), Runtime(host_only, [machines[0].device], clock=lambda: 100.0)]
     for runtime in runtimes:
-        with runtime.transaction() as cache:
+        with runtime.batch() as cache:
             cache.store({0: GroupKeys(path(1))}, {0: [0]})
     runtimes[1].fail(KeyError("by the test"))
     assert not any(close_runtime(each, 0.0) for each in runtimes)
@@ -74,7 +74,7 @@ def test_log_names_tiers_that_were_not_written(caplog: pytest.LogCaptureFixture)
 
 def test_close_flushes_first(rig: Rig) -> None:
     rig.runtime.clock = time.monotonic
-    with rig.runtime.transaction() as cache:
+    with rig.runtime.batch() as cache:
         cache.store({0: GroupKeys(path(2))}, {0: [0, 1]})
     sooner = threading.Timer(0.02, rig.device.end)
     later = threading.Timer(0.05, rig.files.end)
@@ -92,10 +92,10 @@ def test_background_loop_advances_chains_without_calls() -> None:
     cache = TieredCache([TierSpec(HOST, 8, IMAGE), TierSpec(FILE, 8, IMAGE)], CacheSettings(backup=WritePolicy.THROUGH))
     runtime = Runtime(cache, [Prompt(DOWN, UP), Prompt(IN, OUT)])
     loop = BackgroundLoop(runtime)
-    with runtime.transaction() as control:
+    with runtime.batch() as control:
         control.store({0: GroupKeys(path(2))}, {0: [0, 1]})
     assert until(lambda: cache.counters.routes["host->file"].chunks == 2)
-    with runtime.transaction() as control:
+    with runtime.batch() as control:
         control.discard(path(2), HOST)
         hold = control.lookup({0: GroupKeys(path(2))}, runtime.clock()).lease
         assert hold is not None
@@ -113,7 +113,7 @@ def test_background_loop_advances_chains_without_calls() -> None:
 
 @pytest.mark.usefixtures("threads")
 def test_background_loop_takes_over_running_jobs_and_sleeps_when_idle(rig: Rig) -> None:
-    with rig.runtime.transaction() as cache:
+    with rig.runtime.batch() as cache:
         cache.store({0: GroupKeys(path(1))}, {0: [0]})
     rig.runtime.wakeup.clear()
     loop = BackgroundLoop(rig.runtime)
@@ -133,10 +133,10 @@ def test_file_tier_serves_the_same_bytes_after_a_restart(tmp_path: Path) -> None
     image = np.random.default_rng(1).integers(0, 256, (3, IMAGE), dtype=np.uint8)
     machine = Machine(tmp_path)
     machine.memory.blocks[:3] = image
-    with machine.runtime.transaction() as cache:
+    with machine.runtime.batch() as cache:
         cache.store({0: GroupKeys(path(3))}, {0: [0, 1, 2]})
     assert machine.runtime.flush(10.0)
-    with machine.runtime.transaction() as cache:
+    with machine.runtime.batch() as cache:
         assert cache.discard(path(3), HOST) == 3
     assert machine.load(path(3), [5, 6, 7]) == (3, (FILE,) * 3)
     assert (machine.memory.blocks[5:8] == image).all()
@@ -151,10 +151,10 @@ def test_file_tier_serves_the_same_bytes_after_a_restart(tmp_path: Path) -> None
 @pytest.mark.usefixtures("threads")
 def test_no_record_from_before_a_reset_is_found(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
-    with machine.runtime.transaction() as cache:
+    with machine.runtime.batch() as cache:
         cache.store({0: GroupKeys(path(2))}, {0: [0, 1]})
     assert machine.runtime.flush(10.0)
-    with machine.runtime.transaction() as cache:
+    with machine.runtime.batch() as cache:
         assert cache.reset() == 1
         assert cache.lookup({0: GroupKeys(path(2))}, 0.0).num_chunks == 0
         cache.store({0: GroupKeys(path(1, first=7))}, {0: [3]})
@@ -176,7 +176,7 @@ def test_tier_that_cannot_store_a_reset_is_disabled(tmp_path: Path, monkeypatch:
         raise TierError("the medium is full")
 
     monkeypatch.setattr(machine.file, "forget", fail)
-    with machine.runtime.transaction() as cache:
+    with machine.runtime.batch() as cache:
         cache.reset()
         job = cache.store({0: GroupKeys(path(1))}, {0: [0]})[0].job
     assert job is not None
@@ -192,7 +192,7 @@ def test_tier_that_cannot_store_a_reset_is_disabled(tmp_path: Path, monkeypatch:
 def test_corrupt_file_is_a_counted_miss(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     machine.memory.blocks[:] = 7
-    with machine.runtime.transaction() as cache:
+    with machine.runtime.batch() as cache:
         cache.store({0: GroupKeys(path(2))}, {0: [0, 1]})
     assert machine.runtime.flush(10.0)
     machine.close()
@@ -211,7 +211,7 @@ def test_corrupt_file_is_a_counted_miss(tmp_path: Path) -> None:
 
 def test_records_of_other_scopes_are_logged_at_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     machine = Machine(tmp_path)
-    with machine.runtime.transaction() as cache:
+    with machine.runtime.batch() as cache:
         cache.store({0: GroupKeys(path(3))}, {0: [0, 1, 2]})
     assert machine.runtime.flush(10.0)
     machine.close()

@@ -81,19 +81,19 @@ def test_another_engine_reads_what_the_tiers_of_one_have(prefiller: Stack, serve
     """By its setting `remote` alone. Some chunks come from host memory, the others from files."""
     server = serve()
     assert prefiller.runtime.flush(TIMEOUT)
-    with prefiller.runtime.transaction() as cache:
+    with prefiller.runtime.batch() as cache:
         assert cache.discard([KEYS[2]], HOST) == 1
     with opened(rows_of(2), remote=f"valkey://127.0.0.1:{server.settings.port}?{PATIENT}") as decoder:
         found = 0
         give_up = soon()
         while found < 3 and time.monotonic() < give_up:
-            with decoder.runtime.transaction() as cache:
+            with decoder.runtime.batch() as cache:
                 looked = cache.lookup({0: GroupKeys(KEYS[:3])}, decoder.runtime.clock(), protect=Protection.NONE)
                 cache.prefetch({0: GroupKeys(KEYS[:3])}, decoder.runtime.clock())
                 found = looked.num_chunks
             time.sleep(0.01)
         assert found == 3
-        with decoder.runtime.transaction() as cache:
+        with decoder.runtime.batch() as cache:
             lease = cache.lookup({0: GroupKeys(KEYS[:3])}, decoder.runtime.clock()).lease
             assert lease is not None
             cache.load(lease, {0: range(3)})
@@ -194,7 +194,7 @@ def test_commands_arrive_in_pieces(prefiller: Stack, serve: Serve) -> None:
 def test_values_that_are_asked_for_together_come_in_order(prefiller: Stack, serve: Serve) -> None:
     """Of host memory, of files, and missing ones, with other commands between them."""
     assert prefiller.runtime.flush(TIMEOUT)
-    with prefiller.runtime.transaction() as cache:
+    with prefiller.runtime.batch() as cache:
         assert cache.discard([KEYS[1]], HOST) == 1
     names = [address(prefiller.scope.digest, key) for key in (*KEYS, KEYS[1])] * 100
     gets = [b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(name), name) for name in names]
@@ -367,7 +367,7 @@ def test_other_weights_are_not_served_under_an_old_name(prefiller: Stack, serve:
     source = TierSource(prefiller.runtime, prefiller.host, lambda: next(names, bytes(32)))
     name = address(prefiller.scope.digest, KEYS[0])
     assert source.lengths([name]) == [VALUE]
-    with source.held([name]) as (value,):
+    with source.leased([name]) as (value,):
         assert value is None
 
 
@@ -375,10 +375,10 @@ def test_other_weights_are_not_served_under_an_old_name(prefiller: Stack, serve:
 def test_a_read_that_fails_keeps_no_slot(
     where: str, prefiller: Stack, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The runtime raises at the end of the transaction that has taken the slots, or has ordered the read of a file."""
+    """The runtime raises at the end of the batch that has taken the slots, or has ordered the read of a file."""
     assert prefiller.runtime.flush(TIMEOUT)
     if where == "file":
-        with prefiller.runtime.transaction() as cache:
+        with prefiller.runtime.batch() as cache:
             assert cache.discard([KEYS[0]], HOST) == 1
     until(lambda: not jobs_of(prefiller))
     faults: list[OSError] = []
@@ -386,7 +386,7 @@ def test_a_read_that_fails_keeps_no_slot(
 
     def faulty(**options: bool) -> bool:
         done = pump(**options)
-        if faults and options:  # of the transaction: in the background thread it would disable the tiers
+        if faults and options:  # of the batch: in the background thread it would disable the tiers
             raise faults.pop()
         return done
 
@@ -394,7 +394,7 @@ def test_a_read_that_fails_keeps_no_slot(
     source = TierSource(prefiller.runtime, prefiller.host, lambda: prefiller.scope.digest)
     monkeypatch.setattr(prefiller.runtime, "_pump", faulty)
     faults.append(OSError("a mover"))
-    with pytest.raises(OSError, match="a mover"), source.held([address(prefiller.scope.digest, KEYS[0])]):
+    with pytest.raises(OSError, match="a mover"), source.leased([address(prefiller.scope.digest, KEYS[0])]):
         pass
     assert not faults
 
@@ -431,16 +431,16 @@ def test_a_file_without_room_above_is_absent(prefiller: Stack, serve: Serve) -> 
     assert prefiller.runtime.flush(TIMEOUT)
     assert prefiller.host is not None
     source = TierSource(prefiller.runtime, prefiller.host, lambda: prefiller.scope.digest)
-    with prefiller.runtime.transaction() as cache:
+    with prefiller.runtime.batch() as cache:
         assert cache.discard([KEYS[2]], HOST) == 1
         leased = [bytes([turn]) * 32 for turn in range(64)]
         blocks = cache.store({0: GroupKeys(leased)})[0]  # slots that the engine fills itself, and does not
         assert blocks.job is not None
-    with source.held([address(prefiller.scope.digest, KEYS[2])]) as (value,):
+    with source.leased([address(prefiller.scope.digest, KEYS[2])]) as (value,):
         assert value is None
-    with prefiller.runtime.transaction() as cache:
+    with prefiller.runtime.batch() as cache:
         cache.release(blocks.job)
-    with source.held([address(prefiller.scope.digest, KEYS[2])]) as (value,):
+    with source.leased([address(prefiller.scope.digest, KEYS[2])]) as (value,):
         assert value is not None
 
 
@@ -552,14 +552,14 @@ def test_a_slot_is_not_written_while_it_is_sent(prefiller: Stack, serve: Serve) 
     assert prefiller.host is not None
     source = TierSource(prefiller.runtime, prefiller.host, lambda: prefiller.scope.digest)
     name = address(prefiller.scope.digest, KEYS[0])
-    with source.held([name]) as (value,):
+    with source.leased([name]) as (value,):
         assert value is not None
         before = bytes(value[1])
-        with prefiller.runtime.transaction() as cache:
+        with prefiller.runtime.batch() as cache:
             cache.reset()
             assert cache.jobs_in_flight
         for turn in range(8):  # as many as there are slots for
-            with prefiller.runtime.transaction() as cache:
+            with prefiller.runtime.batch() as cache:
                 cache.store({0: GroupKeys([bytes([turn]) * 32])}, {0: [turn]})
             prefiller.runtime.wait_idle(1.0)
         assert bytes(value[1]) == before

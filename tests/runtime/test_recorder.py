@@ -32,7 +32,7 @@ class Rig:
         self.path = path
 
     def store(self, number: int) -> None:
-        with self.runtime.transaction() as cache:
+        with self.runtime.batch() as cache:
             assert cache.store({0: GroupKeys([bytes([number]) * 32])}, {0: (number % 4,)})[0].job is not None
         self.mover.end()
         self.runtime.pump()
@@ -50,7 +50,7 @@ def rig(tmp_path: Path) -> Rig:
 
 def test_recorded_times_are_wall_clock_times(rig: Rig) -> None:
     rig.store(1)
-    with rig.runtime.transaction() as cache:
+    with rig.runtime.batch() as cache:
         cache.lookup({0: GroupKeys([bytes([1]) * 32, bytes([2]) * 32])}, NOW, request="r")
     rig.recorder.close()
     events = read_events(rig.path)
@@ -66,7 +66,7 @@ def test_recovered_chunks_are_recorded_as_of_the_restart(tmp_path: Path) -> None
     assert cache.adopt(FILE, [StoredChunk(0, bytes([1]) * 32, None)]) == 1
     runtime = Runtime(cache, [Scripted(Route(DEVICE, HOST), Route(HOST, DEVICE))], clock=lambda: NOW)
     recorded = EventRecorder(runtime, tmp_path / "events", 1 << 20, clock=lambda: WALL, start=False)
-    with runtime.transaction() as cache:
+    with runtime.batch() as cache:
         cache.lookup({0: GroupKeys([bytes([1]) * 32])}, NOW, request="r")
     recorded.close()
     (account,) = explain(read_events(tmp_path / "events"), "r")["r"]
@@ -93,7 +93,7 @@ def test_new_process_begins_a_file_and_keeps_the_last(tmp_path: Path) -> None:
     first.store(1)
     first.recorder.close()
     second = Rig(tmp_path / "events")
-    with second.runtime.transaction() as cache:
+    with second.runtime.batch() as cache:
         cache.lookup({0: GroupKeys([bytes([1]) * 32])}, NOW, request="r")
     second.recorder.close()
     (account,) = explain(read_events(second.path), "r")["r"]
@@ -157,7 +157,7 @@ def test_the_engine_does_not_wait_for_a_file_that_hangs(tmp_path: Path, monkeypa
     rig.store(1)
     assert hanging.wait(30.0)
     rig.store(2)  # all of this goes on while the file hangs
-    with rig.runtime.transaction() as cache:
+    with rig.runtime.batch() as cache:
         assert cache.lookup({0: GroupKeys([bytes([1]) * 32])}, NOW).num_chunks == 1
     assert not go_on.is_set()
     go_on.set()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from longshore.boundary import HOST, Slabs
-from longshore.cache import CacheSettings, DropReason, Found, GroupKeys, MissReason, TieredCache, TierSpec
+from longshore.cache import CacheSettings, DropReason, GroupKeys, LookupResult, MissReason, TieredCache, TierSpec
 from longshore.cache.types import Answer
 from longshore.layout import KVLayout, from_rows
 from longshore.runtime import BackgroundLoop, KeyedMover, Runtime
@@ -56,7 +56,7 @@ class Machine:
         """The first `count` chunks come from the device, with bytes of `seed`."""
         noise = torch.randint(0, 256, (count, ROW), dtype=torch.uint8, generator=torch.manual_seed(seed))
         self.rows[:count] = noise
-        with self.runtime.transaction() as cache:
+        with self.runtime.batch() as cache:
             job = cache.store({0: GroupKeys(KEYS[:count])}, {0: range(count)})[0].job
         assert job is not None
         assert self.runtime.wait_jobs([job], TIMEOUT)
@@ -69,8 +69,8 @@ class Machine:
             assert time.monotonic() < give_up
             time.sleep(0.0005)
 
-    def lookup(self, count: int = len(KEYS)) -> Found:
-        with self.runtime.transaction() as cache:
+    def lookup(self, count: int = len(KEYS)) -> LookupResult:
+        with self.runtime.batch() as cache:
             found = cache.lookup({0: GroupKeys(KEYS[:count])}, self.runtime.clock())
             if found.lease is not None:
                 cache.release(found.lease)
@@ -79,7 +79,7 @@ class Machine:
     def prefetch(self) -> int:
         """Ask, wait for the answer, fetch, wait: how many chunks can be matched then."""
         self.runtime.wait_jobs(self.lookup().probes, TIMEOUT)
-        with self.runtime.transaction() as cache:
+        with self.runtime.batch() as cache:
             jobs = cache.prefetch({0: GroupKeys(KEYS)}, self.runtime.clock())
         assert self.runtime.wait_jobs(jobs, TIMEOUT)
         return self.lookup().num_chunks
@@ -87,12 +87,12 @@ class Machine:
     def load(self) -> torch.Tensor:
         """All that is matched, in rows that were poisoned before."""
         self.rows[:] = 0xEE
-        with self.runtime.transaction() as cache:
+        with self.runtime.batch() as cache:
             found = cache.lookup({0: GroupKeys(KEYS)}, self.runtime.clock())
             assert found.lease is not None
             cache.load(found.lease, {0: range(12, 12 + found.num_chunks)})
         outcome = self.runtime.wait_load(found.lease, TIMEOUT).outcome
-        with self.runtime.transaction() as cache:
+        with self.runtime.batch() as cache:
             cache.release(found.lease)
         assert outcome.num_chunks == found.num_chunks
         return self.rows[12 : 12 + found.num_chunks].clone()
@@ -146,7 +146,7 @@ def test_a_reset_reaches_the_store(pair: tuple[Machine, Machine]) -> None:
     here, there = pair
     here.offload(2)
     here.settle()
-    with there.runtime.transaction() as cache:
+    with there.runtime.batch() as cache:
         cache.reset()
     assert there.prefetch() == 0
     assert there.cache.counters.probes["store"][Answer.ABSENT] > 0

@@ -73,19 +73,19 @@ def test_the_device_is_told_what_it_reaches(tmp_path: Path) -> None:
 
 
 def offload(stack: Stack, blocks: list[int]) -> None:
-    with stack.runtime.transaction() as cache:
+    with stack.runtime.batch() as cache:
         job = cache.store({0: GroupKeys(KEYS)}, {0: blocks})[0].job
     assert job is not None
     assert stack.runtime.wait_jobs([job], 10)
 
 
 def load(stack: Stack, blocks: list[int]) -> tuple[str, ...]:
-    with stack.runtime.transaction() as cache:
+    with stack.runtime.batch() as cache:
         hold = cache.lookup({0: GroupKeys(KEYS)}, stack.runtime.clock()).lease
         assert hold is not None
         cache.load(hold, {0: blocks})
     sources = stack.runtime.wait_load(hold, 10).outcome.sources
-    with stack.runtime.transaction() as cache:
+    with stack.runtime.batch() as cache:
         cache.release(hold)
     return sources
 
@@ -103,7 +103,7 @@ def test_through_every_pair_of_tiers(stack: tuple[Stack, torch.Tensor], pattern:
     offload(opened, source)
     if tier == FILE:
         assert opened.runtime.flush(10)
-        with opened.runtime.transaction() as cache:
+        with opened.runtime.batch() as cache:
             assert cache.discard(KEYS, HOST) == len(KEYS)
     rows[source] = 0x11
     rows[target] = 0xEE  # poison: every byte must be overwritten
@@ -125,10 +125,10 @@ def test_what_a_restart_finds(tmp_path: Path) -> None:
     with open_stack(config, layout, scope, device_for(layout)) as second:
         assert load(second, [7, 8, 9]) == (FILE,) * 3
         assert torch.equal(rows[7:10], rows[:3])
-        with second.runtime.transaction() as cache:
+        with second.runtime.batch() as cache:
             cache.reset()
             assert cache.lookup({0: GroupKeys(KEYS)}, 0.0).num_chunks == 0
-    with open_stack(config, layout, scope, device_for(layout)) as third, third.runtime.transaction() as cache:
+    with open_stack(config, layout, scope, device_for(layout)) as third, third.runtime.batch() as cache:
         assert cache.lookup({0: GroupKeys(KEYS)}, 0.0).num_chunks == 0  # a reset outlives the process
 
 
@@ -170,7 +170,7 @@ class WithoutParent:
 
     def put(self, keys: list[bytes]) -> list[bytes]:
         """Store these, in host memory and files; which were not there."""
-        with self.stack.runtime.transaction() as cache:
+        with self.stack.runtime.batch() as cache:
             order = cache.store({0: GroupKeys(keys)}, {0: range(len(keys))})[0]
         assert order.job is not None
         assert self.stack.runtime.wait_jobs([order.job], 10)
@@ -190,7 +190,7 @@ def test_chunks_are_whole_once_their_lost_parent_is_restored(
 ) -> None:
     cache, runtime, rows = without_parent.cache, without_parent.stack.runtime, without_parent.rows
     assert [without_parent.found(first) for first in range(5)] == [1, 0, 3, 2, 1]
-    with runtime.transaction():
+    with runtime.batch():
         found = cache.lookup({0: GroupKeys(without_parent.path, 2)}, runtime.clock())
         assert found.lease is not None
         cache.load(found.lease, {0: [10, 11, 12]})
@@ -223,7 +223,7 @@ def test_another_scope_finds_nothing(tmp_path: Path) -> None:
     for weights, found in (("a", 0), ("b", 0), ("b", 3)):
         scope = Scope(model="m", weights=weights, dtype="d", layout=layout.fingerprint, block_size=10)
         with open_stack(config, layout, scope, device_for(layout)) as opened:
-            with opened.runtime.transaction() as cache:
+            with opened.runtime.batch() as cache:
                 match = cache.lookup({0: GroupKeys(KEYS)}, 0.0)
                 assert match.num_chunks == found
                 if match.lease is not None:

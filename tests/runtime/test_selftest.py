@@ -116,7 +116,7 @@ def write_as(directory: Path, salt: str, count: int) -> None:
         for number in range(count):
             key = hashlib.sha256(f"{salt} {number}".encode()).digest()
             stack.transfer_engine.begin_step(None)
-            with stack.runtime.transaction() as cache:
+            with stack.runtime.batch() as cache:
                 job = cache.store({0: GroupKeys([key])}, {0: [number % 8]}, before_eviction=True)[0].job
             assert stack.runtime.wait_jobs([] if job is None else [job], 30.0)
             assert stack.runtime.flush(30.0)

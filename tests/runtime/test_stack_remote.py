@@ -48,7 +48,7 @@ def test_what_one_engine_stored_another_one_is_served(tmp_path: Path, with_files
     here, there = rows_of(1), rows_of(2)
     files = {"file_path": tmp_path, "file_size": capacity_for(8, 8192)} if with_files else {}
     with opened(here, images, **files) as stack:
-        with stack.runtime.transaction() as cache:
+        with stack.runtime.batch() as cache:
             job = cache.store({0: GroupKeys(KEYS)}, {0: range(3)})[0].job
         assert job is not None
         assert stack.runtime.wait_jobs([job], TIMEOUT)
@@ -57,18 +57,18 @@ def test_what_one_engine_stored_another_one_is_served(tmp_path: Path, with_files
         assert len(images) == 3
         assert [store.name for store in stack.remote] == ["store-32"]
     with opened(there, images) as stack:
-        with stack.runtime.transaction() as cache:
+        with stack.runtime.batch() as cache:
             probes = cache.lookup({0: GroupKeys(KEYS)}, stack.runtime.clock()).probes
         stack.runtime.wait_jobs(probes, TIMEOUT)
-        with stack.runtime.transaction() as cache:
+        with stack.runtime.batch() as cache:
             jobs = cache.prefetch({0: GroupKeys(KEYS)}, stack.runtime.clock())
         assert stack.runtime.wait_jobs(jobs, TIMEOUT)
-        with stack.runtime.transaction() as cache:
+        with stack.runtime.batch() as cache:
             found = cache.lookup({0: GroupKeys(KEYS)}, stack.runtime.clock())
             assert found.lease is not None
             cache.load(found.lease, {0: [4, 5, 6]})
         assert stack.runtime.wait_load(found.lease, TIMEOUT).outcome.num_chunks == 3
-        with stack.runtime.transaction() as cache:
+        with stack.runtime.batch() as cache:
             cache.release(found.lease)
     assert torch.equal(there[4:7], here[:3])
 
@@ -99,7 +99,7 @@ def test_a_remote_tier_is_told_the_generation_of_the_files(tmp_path: Path) -> No
 
     for _ in range(2):
         stack = open_stack(config, layout, scope, CpuDevice(), open_remote=[store])
-        with contextlib.closing(stack), stack.runtime.transaction() as cache:
+        with contextlib.closing(stack), stack.runtime.batch() as cache:
             cache.reset()
     assert told == [0, 1]
 

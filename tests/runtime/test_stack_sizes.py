@@ -57,7 +57,7 @@ class Machine:
         blocks = list(range(len(keys)))
         for block, key in enumerate(keys):
             self.fill(group, block, key)
-        with self.stack.runtime.transaction() as cache:
+        with self.stack.runtime.batch() as cache:
             offload = cache.store({group: GroupKeys(keys)}, {group: blocks})[group]
         if offload.job is not None:
             assert self.stack.runtime.wait_jobs([offload.job], TIMEOUT)
@@ -65,7 +65,7 @@ class Machine:
     def load(self, group: int, keys: list[bytes]) -> tuple[int, set[str]]:
         """How many of `keys` come back, each byte as it was; and from where."""
         self.poison()
-        with self.stack.runtime.transaction() as cache:
+        with self.stack.runtime.batch() as cache:
             found = cache.lookup({group: GroupKeys(keys)}, self.stack.runtime.clock())
             if found.lease is None:
                 return 0, set()
@@ -76,7 +76,7 @@ class Machine:
                 assert torch.equal(
                     self.page(layer, BLOCKS - found.num_chunks + position), content(keys[position], layer)
                 )
-        with self.stack.runtime.transaction() as cache:
+        with self.stack.runtime.batch() as cache:
             cache.release(found.lease)
         return outcome.num_chunks, set(outcome.sources)
 
@@ -145,7 +145,7 @@ def test_what_was_discarded_does_not_come_back_with_a_restart(tmp_path: Path) ->
     machine.store(FULL, path(FULL, 0, 3))
     machine.store(WINDOW, path(WINDOW, 0, 3))
     assert machine.stack.runtime.flush(TIMEOUT)
-    with machine.stack.runtime.transaction() as cache:
+    with machine.stack.runtime.batch() as cache:
         for tier in (HOST, FILE):
             assert cache.discard(path(FULL, 0, 3)[2:], tier) == 1
     machine.close()

@@ -143,11 +143,17 @@ def test_orders_that_the_full_pipe_delays_are_not_lost(harness: HostedHarness) -
 
 def test_invalid_order_is_refused_before_the_process_sees_it(harness: HostedHarness) -> None:
     write, most = harness.op(Op.WRITE, 0, 0), harness.tier.slabs.indices
-    for wrong in ({"generation": 1}, {"slot": most}, {"offset": harness.arena.nbytes}, {"pool": 1}, {"length": 0}):
+    for wrong in (
+        {"generation": 1},
+        {"slot": most},
+        {"offset": harness.arena.nbytes},
+        {"size_class": 1},
+        {"length": 0},
+    ):
         with pytest.raises(TierError):
             harness.tier.submit([write, write._replace(**wrong)], math.inf)
     with pytest.raises(PlanError):
-        harness.tier.discard([most])
+        harness.tier.delete_records([most])
     harness.store(0, 0)
     assert harness.tier.failures["tier_host"] == 0
 
@@ -198,7 +204,7 @@ def test_reset_reaches_files_while_the_process_is_away(opener: Opener) -> None:
     harness = opener(fixed_weights=True)
     harness.store(0, 0)
     harness.kill()
-    harness.tier.forget(1)
+    harness.tier.reset(1)
     harness.until_open()
     harness.assert_misses(0, 0, generation=0)
     harness.store(1, 1)
@@ -213,14 +219,14 @@ def test_late_reset_kills_tier_host_and_next_one_applies_it(
     write = HostedFileTier._write_pending_reset
 
     def patient(self: HostedFileTier, order: Callable[[Any], None]) -> str:
-        monkeypatch.setattr(tier, "FORGET_TIMEOUT", 60.0)  # the short one is for the process, which never confirms
+        monkeypatch.setattr(tier, "RESET_TIMEOUT", 60.0)  # the short one is for the process, which never confirms
         return write(self, order)
 
     monkeypatch.setattr(HostedFileTier, "_write_pending_reset", patient)
-    monkeypatch.setattr(tier, "FORGET_TIMEOUT", 0.05)
+    monkeypatch.setattr(tier, "RESET_TIMEOUT", 0.05)
     harness.store(0, 0)
     harness.signal(signal.SIGSTOP)
-    harness.tier.forget(1)
+    harness.tier.reset(1)
     assert re.search(r"killed: it has not confirmed a reset after \d+\.\d s; the engine writes", caplog.text)
     harness.until(lambda: harness.tier.failures["tier_host"] == 1)
     harness.until_open()
@@ -236,7 +242,7 @@ def test_reset_during_opening_restarts_tier_host_with_the_reset(
     harness.until(lambda: harness.tier._supervisor.process is not None)
     assert harness.tier.is_away  # it may have opened the files, but has not been heard
     opening = harness.pid
-    harness.tier.forget(1)
+    harness.tier.reset(1)
     harness.until_open()
     assert harness.pid != opening
     harness.store(1, 1)
@@ -246,7 +252,7 @@ def test_reset_during_opening_restarts_tier_host_with_the_reset(
 
 def test_records_after_a_reset_are_for_this_engine_alone(opener: Opener) -> None:
     harness = opener()
-    harness.tier.forget(1)
+    harness.tier.reset(1)
     harness.store(0, 0)
     harness.kill()
     harness.until_open()
@@ -258,7 +264,7 @@ def test_records_after_a_reset_are_for_this_engine_alone(opener: Opener) -> None
 
 def test_unless_weights_do_not_change(opener: Opener) -> None:
     harness = opener(fixed_weights=True)
-    harness.tier.forget(1)
+    harness.tier.reset(1)
     harness.store(0, 0)
     harness.reopen()
     assert [chunk.key for chunk in harness.tier.recover()] == [key(0)]
@@ -270,9 +276,9 @@ def test_reset_that_is_not_durable_raises_until_it_is(opener: Opener) -> None:
     resource.prlimit(harness.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
     for _ in range(2):
         with pytest.raises(TierError, match="superblock"):
-            harness.tier.forget(1)
+            harness.tier.reset(1)
     resource.prlimit(harness.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    harness.tier.forget(1)
+    harness.tier.reset(1)
     harness.store(0, 0)
     assert harness.tier.failures["tier_host"] == 0
 
@@ -298,24 +304,24 @@ def test_reset_without_the_process_survives_a_kill_of_everything(harness: Hosted
     harness.store(0, 0)
     harness.kill()
     for generation in range(1, times + 1):
-        harness.tier.forget(generation)
+        harness.tier.reset(generation)
     assert found_after_a_kill(harness) == (times, [])
 
 
 def test_reset_unconfirmed_by_stopped_tier_host_survives_a_kill(
     harness: HostedHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier, "FORGET_TIMEOUT", 1.0)
+    monkeypatch.setattr(tier, "RESET_TIMEOUT", 1.0)
     harness.store(0, 0)
     harness.signal(signal.SIGSTOP)
-    harness.tier.forget(1)
+    harness.tier.reset(1)
     assert found_after_a_kill(harness) == (1, [])
 
 
 def test_a_reset_while_the_process_is_away_outlives_a_close(harness: HostedHarness) -> None:
     harness.store(0, 0)
     harness.kill()
-    harness.tier.forget(1)
+    harness.tier.reset(1)
     harness.tier.close()
     assert found_after_a_kill(harness) == (1, [])
 
@@ -326,7 +332,7 @@ def test_unwritten_reset_is_written_on_close(harness: HostedHarness, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", lambda fd: os.close(-1))
         with pytest.raises(TierError, match="reset: cannot be used"):
-            harness.tier.forget(1)
+            harness.tier.reset(1)
     harness.tier.close()
     assert found_after_a_kill(harness) == (1, [])
 
@@ -339,19 +345,19 @@ def test_reset_that_cannot_be_written_leaves_nothing_readable(
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", lambda fd, data, offset: os.close(-1))
         with pytest.raises(TierError, match="reset: cannot be used"):
-            harness.tier.forget(1)
+            harness.tier.reset(1)
         harness.tier.close()
     assert found_after_a_kill(harness)[1] == []
 
 
 def test_reset_on_a_hung_disk_is_an_error(harness: HostedHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     hangs = threading.Event()
-    monkeypatch.setattr(tier, "FORGET_TIMEOUT", 0.2)
+    monkeypatch.setattr(tier, "RESET_TIMEOUT", 0.2)
     monkeypatch.setattr(tier.PendingReset, "write", lambda self, generation: hangs.wait())
     harness.store(0, 0)
     harness.kill()
     with pytest.raises(TierError, match="was not written to disk within"):
-        harness.tier.forget(1)
+        harness.tier.reset(1)
     hangs.set()
 
 
@@ -370,7 +376,7 @@ NONSENSE = {
     "counts that are no numbers": frame(Kind.FAILURES, json.dumps(dict.fromkeys(OF_FILES, "many")).encode()),
     "nested counts": frame(Kind.FAILURES, b"[" * 100_000),
     "a sign of life of 3 bytes": frame(Kind.ALIVE, b"abc"),
-    "no text": frame(Kind.FORGOTTEN, b"\xff\xfe"),
+    "no text": frame(Kind.RESET_DONE, b"\xff\xfe"),
     "files opened twice": frame(Kind.OPENED, struct.pack("<Q", 2) + b"{}"),
     "an opening of 1 byte": frame(Kind.OPENED, b"1"),
     "a refusal of a number": frame(Kind.REFUSED, b"7"),
@@ -514,7 +520,7 @@ def test_descriptors_of_high_numbers_serve_as_well(opener: Opener) -> None:
     try:
         harness = opener()
         harness.store(0, 0)
-        harness.tier.forget(1)
+        harness.tier.reset(1)
         harness.assert_misses(0, 0, generation=1)
         harness.close()
     finally:

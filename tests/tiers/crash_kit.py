@@ -127,7 +127,7 @@ class Story:
         self._report()
 
     def drop(self, place: int) -> None:
-        self.tier.discard([self.shape.places[place][0]])
+        self.tier.delete_records([self.shape.places[place][0]])
         del self._holds[place]
         self._report()
 
@@ -135,8 +135,8 @@ class Story:
         self.tier._index.checkpoint()
         self._report()
 
-    def forget(self) -> None:
-        self.tier.forget(self.tier.generation + 1)
+    def reset(self) -> None:
+        self.tier.reset(self.tier.generation + 1)
         self._holds = {}
         self._report()
 
@@ -148,7 +148,7 @@ class Story:
     def judge(self) -> Judged:
         """Read every key from every place: what is served must be what was written under that key."""
         places = self.shape.places
-        listed = [(places.index((chunk.slot, chunk.pool)), chunk.key[0]) for chunk in self.tier.recover()]
+        listed = [(places.index((chunk.slot, chunk.size_class)), chunk.key[0]) for chunk in self.tier.recover()]
         pairs = [(place, number) for place in range(len(places)) for number in range(1, NUMBERS)]
         reads = [self._op(Op.READ, *pair, position) for position, pair in enumerate(pairs)]
         self.arena.array[:] = 0xCC

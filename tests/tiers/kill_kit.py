@@ -54,7 +54,7 @@ class Verdict(NamedTuple):
     generation: int
 
 
-def pool_of(number: int) -> int:
+def size_class_of(number: int) -> int:
     """The image size of the `number`th key."""
     return number % 2
 
@@ -62,16 +62,16 @@ def pool_of(number: int) -> int:
 def image(number: int) -> npt.NDArray[np.uint8]:
     """What is written under the `number`th key."""
     pattern = np.frombuffer(struct.pack("<QQ", number, ~number & 2**64 - 1) * 3 + b"longshore", np.uint8)
-    return np.resize(pattern, SLABS.image_bytes[pool_of(number)] - DISK_PAGE)
+    return np.resize(pattern, SLABS.image_bytes[size_class_of(number)] - DISK_PAGE)
 
 
 def ended(holds: dict[int, int], slot: int, number: int) -> dict[int, int]:
     """What is left of `holds` once `number` is being written to `slot`: nothing else there, nor of another size."""
-    slab, pool = SLABS.slab_of(slot), pool_of(number)
+    slab, size_class = SLABS.slab_of(slot), size_class_of(number)
     return {
         each: held
         for each, held in holds.items()
-        if each != slot and (SLABS.slab_of(each) != slab or pool_of(held) == pool)
+        if each != slot and (SLABS.slab_of(each) != slab or size_class_of(held) == size_class)
     }
 
 
@@ -121,7 +121,7 @@ def write(directory: Path, seed: int, out: int) -> None:
             pairs, batches = [], dice.choice([1, 2, PLACES])  # together, which is by the disk's queue, or one by one
             for place, slab in enumerate(dice.sample(range(SLABS.slabs), PLACES)):
                 number = dice.randrange(KEYS // 2) * 2 + (slab + (dice.random() < 0.3)) % 2
-                slot = dice.choice(SLABS.slots_of(slab, pool_of(number)))
+                slot = dice.choice(SLABS.slots_of(slab, size_class_of(number)))
                 written = image(number)
                 arena.array[place * PLACE : place * PLACE + len(written)] = written
                 os.write(out, _LINE.pack(_BEGUN, slot, number, tier.generation))
@@ -137,7 +137,7 @@ def write(directory: Path, seed: int, out: int) -> None:
             if dice.random() < 0.05:
                 tier._index.checkpoint()
             if dice.random() < 0.02:
-                tier.forget(tier.generation + 1)
+                tier.reset(tier.generation + 1)
 
 
 def look(directory: Path, holds: dict[int, int], generation: int, *, close: bool) -> Verdict:
@@ -158,7 +158,7 @@ def judge(directory: Path, holds: dict[int, int], generation: int, *, close: boo
             (slot, number)
             for slab in range(SLABS.slabs)
             for number in range(KEYS)
-            for slot in SLABS.slots_of(slab, pool_of(number))
+            for slot in SLABS.slots_of(slab, size_class_of(number))
         ]
         for first in range(0, len(asked), PLACES):
             pairs = asked[first : first + PLACES]
@@ -193,9 +193,9 @@ def opened(directory: Path, *, close: bool = False) -> Iterator[tuple[FileTier, 
 
 def operation(tier: FileTier, op: Op, slot: int, number: int, place: int) -> TierOp:
     """Move the image of the `number`th key between `slot` and `place`."""
-    pool = pool_of(number)
-    length = SLABS.image_bytes[pool] - DISK_PAGE
-    return TierOp(op, slot, number.to_bytes(32, "little"), None, place * PLACE, length, tier.generation, pool)
+    size_class = size_class_of(number)
+    length = SLABS.image_bytes[size_class] - DISK_PAGE
+    return TierOp(op, slot, number.to_bytes(32, "little"), None, place * PLACE, length, tier.generation, size_class)
 
 
 def number_of(key: bytes) -> int:

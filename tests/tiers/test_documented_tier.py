@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from longshore.boundary import FILE, HOST
@@ -16,6 +17,7 @@ from longshore.config import Config
 from longshore.keys import Scope
 from longshore.layout import from_rows
 from longshore.runtime.stack import open_stack
+from longshore.tiers.base import Tier
 from longshore.transfer.device import device_for
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
@@ -42,15 +44,20 @@ def test_a_stack_opens_it_in_place_of_the_file_tier(tmp_path: Path) -> None:
     config = Config.make(host_size="256KiB", file_path=tmp_path / "kv", file_size="1MiB", background=False)
     expected = rows[:3].clone()
     with open_stack(config, layout, scope, device_for(layout), open_file=make) as stack:
-        with stack.runtime.transaction() as cache:
+        with stack.runtime.batch() as cache:
             job = cache.store({0: GroupKeys(KEYS)}, {0: [0, 1, 2]})[0].job
         assert job is not None and stack.runtime.wait_jobs([job], 10) and stack.runtime.flush(10)
-        with stack.runtime.transaction() as cache:
+        with stack.runtime.batch() as cache:
             assert cache.discard(KEYS, HOST) == len(KEYS)
             lease = cache.lookup({0: GroupKeys(KEYS)}, stack.runtime.clock()).lease
             assert lease is not None
             cache.load(lease, {0: [5, 6, 7]})
         assert stack.runtime.wait_load(lease, 10).outcome.sources == (FILE,) * 3
-        with stack.runtime.transaction() as cache:
+        with stack.runtime.batch() as cache:
             cache.release(lease)
     assert torch.equal(rows[5:], expected)
+
+
+def test_a_tier_with_a_former_method_name_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"Old.forget is not called any more: rename it to reset"):
+        type("Old", (Tier,), {"forget": lambda self, generation: None})

@@ -50,7 +50,7 @@ class TestCapacity:
         assert harness.tier.slabs.slabs == slots
         for slot in range(slots):
             harness.store(slot, slot)
-        harness.tier.forget(1)
+        harness.tier.reset(1)
         assert on_disk(directory) <= capacity
 
     def test_all_of_it_is_taken_at_start(self, opener: Opener, directory: Path) -> None:
@@ -146,7 +146,7 @@ class TestRestart:
     def test_images_of_another_size_start_an_empty_generation(
         self, harness: TierHarness, opener: Opener, caplog: pytest.LogCaptureFixture
     ) -> None:
-        harness.tier.forget(5)
+        harness.tier.reset(5)
         harness.store(0, 0, length=DISK_PAGE)
         harness.tier.close()
         with caplog.at_level(logging.WARNING):
@@ -200,7 +200,7 @@ class TestRestart:
 
     def test_a_generation_is_on_disk_before_forget_returns(self, opener: Opener, directory: Path) -> None:
         tier = opener()
-        tier.forget(7)
+        tier.reset(7)
         assert parse_superblock((directory / "superblock").read_bytes()).generation == 7
 
     def test_a_generation_that_was_not_made_known_is_refused(self, harness: TierHarness) -> None:
@@ -214,11 +214,11 @@ class TestRestart:
         with monkeypatch.context() as patched:
             patched.setattr(os, "fsync", lambda fd: os.close(-1))
             with pytest.raises(TierError, match="superblock: cannot be used: Bad file descriptor"):
-                harness.tier.forget(1)
+                harness.tier.reset(1)
         harness.assert_misses(0, 0, generation=0)
         with pytest.raises(TierError, match=r"generation 1 is newer than the last reset \(0\)"):
             harness.tier.submit([harness.op(Op.WRITE, 1, 1, generation=1)], 1e18)
-        harness.tier.forget(1)
+        harness.tier.reset(1)
         harness.store(1, 1, generation=1)
         harness.tier.close()
         tier = opener()
@@ -226,7 +226,7 @@ class TestRestart:
         assert tier.recover() == [StoredChunk(1, key(1), None)]
 
     def test_late_write_of_a_forgotten_generation_is_dropped(self, harness: TierHarness) -> None:
-        harness.tier.forget(1)
+        harness.tier.reset(1)
         harness.store(0, 0)
         assert harness.run(harness.op(Op.WRITE, 0, 1, generation=0)) == (Status.CANCELLED,)
         harness.assert_serves(0, 0)
@@ -244,7 +244,7 @@ class TestRestart:
         tier = opener()
         tier.close()
         with pytest.raises(TierClosedError):
-            tier.forget(1)
+            tier.reset(1)
         with pytest.raises(TierClosedError):
             tier.recover()
 

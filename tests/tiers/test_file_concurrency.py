@@ -70,7 +70,7 @@ class Shared:
 
     def discard(self, slot: int) -> None:
         with self._turn:
-            self.tier.discard([slot])
+            self.tier.delete_records([slot])
 
 
 def picture(number: int, nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
@@ -168,7 +168,7 @@ def test_eight_threads_get_back_what_they_put(tmp_path: Path, slabs: Slabs) -> N
     assert min(shared.done[what] for what in kinds) > THREADS
     shared.tier.close()
     shared.tier = shared.open()
-    there = {((chunk.slot, chunk.pool), chunk.key) for chunk in shared.tier.recover()}
+    there = {((chunk.slot, chunk.size_class), chunk.key) for chunk in shared.tier.recover()}
     held = {(place, key(number)) for holds in shared.holds for place, number in holds.items()}
     assert len(held) > slabs.slabs // 2
     assert held <= there

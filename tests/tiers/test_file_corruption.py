@@ -23,7 +23,7 @@ from longshore.tiers.file import FileTier
 from longshore.tiers.file.format import RecordHeader, pack_header
 from longshore.tiers.file.record_verifier import ExpectedRecord, check_header
 
-WANTED = ExpectedRecord(bytes(range(32)), bytes(range(64, 96)), slot=3, pool=2, generation=1, length=0)
+WANTED = ExpectedRecord(bytes(range(32)), bytes(range(64, 96)), slot=3, size_class=2, generation=1, length=0)
 
 
 class Record:
@@ -38,7 +38,9 @@ class Record:
         image = random.Random(length).randbytes(length)
         wanted = WANTED._replace(length=length)
         found = checksum(algorithm, memoryview(image))
-        header = RecordHeader(wanted.key, None, wanted.scope, wanted.slot, 1, length, 7, found, wanted.pool, algorithm)
+        header = RecordHeader(
+            wanted.key, None, wanted.scope, wanted.slot, 1, length, 7, found, wanted.size_class, algorithm
+        )
         return cls(bytearray(pack_header(header) + image), wanted)
 
     def flip(self, bit: int) -> None:

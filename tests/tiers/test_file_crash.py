@@ -49,7 +49,7 @@ def long_story() -> Story:
     story.write(1, 2)
     story.checkpoint()
     story.write(0, 3)
-    story.forget()
+    story.reset()
     story.write(1, 4)
     story.checkpoint()
     story.write(0, 5)

@@ -122,7 +122,7 @@ def refused(call):
     except TierClosedError as error: return 'process that forked' in str(error)
 
 if not os.fork():
-    calls = lambda: tier.submit([], 1e9), lambda: tier.forget(1), tier.recover, tier.poll, lambda: tier.cancel(0)
+    calls = lambda: tier.submit([], 1e9), lambda: tier.reset(1), tier.recover, tier.poll, lambda: tier.cancel(0)
     print(all([refused(call) for call in calls]), flush=True)
     tier.close()
     os._exit(0)

@@ -99,7 +99,7 @@ class Machine:
         """Places and numbers."""
         numbers = {key(number): number for number in range(NUMBERS)}
         chunks = self.tier.recover()
-        return {(self.shape.places.index((chunk.slot, chunk.pool)), numbers[chunk.key]) for chunk in chunks}
+        return {(self.shape.places.index((chunk.slot, chunk.size_class)), numbers[chunk.key]) for chunk in chunks}
 
     def run(self, op: Op, pairs: Collection[tuple[int, int]]) -> tuple[Status, ...]:
         """Places and numbers, as one batch."""
@@ -248,7 +248,7 @@ def test_reset_that_returned_or_was_closed_holds_under_faults(wrong: str, kind: 
         machine.tier._directory.io = io
         returned = True
         try:
-            machine.tier.forget(1)
+            machine.tier.reset(1)
         except LongshoreError:
             assert io.failed is not None
             returned = False

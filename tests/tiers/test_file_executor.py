@@ -457,7 +457,7 @@ class TestStuck:
             ask(harness, reads(harness)[0])
 
     def test_a_reset_meanwhile_makes_them_misses(self, harness: TierHarness, io: HeldIo, stuck: list[int]) -> None:
-        harness.tier.forget(1)
+        harness.tier.reset(1)
         io.queue.let()
         assert {harness.wait(ticket).statuses for ticket in stuck} == {(Status.MISMATCH,)}
 

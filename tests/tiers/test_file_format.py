@@ -33,9 +33,9 @@ HEADER = RecordHeader(
     length=0x050607,
     sequence=0x08090A0B0C0D,
     payload_checksum=0x1112131415161718,
-    pool=3,
+    size_class=3,
 )
-WANTED = ExpectedRecord(HEADER.key, HEADER.scope, HEADER.slot, HEADER.pool, HEADER.generation, HEADER.length)
+WANTED = ExpectedRecord(HEADER.key, HEADER.scope, HEADER.slot, HEADER.size_class, HEADER.generation, HEADER.length)
 SUPERBLOCK = Superblock(
     slabs=7, slab_bytes=8 * DISK_PAGE, image_bytes=(DISK_PAGE, 3 * DISK_PAGE), generation=0x0304, opens=0x0506
 )
@@ -101,7 +101,7 @@ def test_every_flipped_bit_of_a_superblock_is_seen() -> None:
         WANTED._replace(key=bytes(32)),
         WANTED._replace(scope=bytes(32)),
         WANTED._replace(slot=WANTED.slot + 1),
-        WANTED._replace(pool=WANTED.pool - 1),
+        WANTED._replace(size_class=WANTED.size_class - 1),
         WANTED._replace(generation=WANTED.generation - 1),
         WANTED._replace(generation=WANTED.generation + 1),
         WANTED._replace(length=WANTED.length - 1),

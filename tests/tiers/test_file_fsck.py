@@ -80,7 +80,7 @@ def copy_slot(directory: Path, source: int, target: int) -> None:
 
 def test_records_of_earlier_generations_are_no_damage(harness: TierHarness, directory: Path) -> None:
     harness.store(0, 0)
-    harness.tier.forget(1)
+    harness.tier.reset(1)
     harness.store(1, 1, generation=1)
     harness.tier.close()
     assert Counter(found(directory)) == {Condition.STALE: 1, Condition.WHOLE: 1, Condition.EMPTY: SLOTS - 2}
@@ -212,7 +212,7 @@ class TestInspection:
 
     def test_without_an_index_from_the_headers(self, harness: TierHarness, directory: Path) -> None:
         harness.store(1, 1)
-        harness.tier.forget(1)
+        harness.tier.reset(1)
         harness.store(2, 2, generation=1)
         harness.tier.close()
         for epoch in (0, 1):

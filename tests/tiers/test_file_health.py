@@ -122,7 +122,7 @@ def test_a_write_that_a_reset_overtook_is_not_listed(harness: TierHarness, io: F
     io.pwritev = slow  # type: ignore[method-assign]
     ticket = harness.tier.submit([harness.op(Op.WRITE, 0, 0)], math.inf)
     assert begun.wait(60)
-    harness.tier.forget(1)
+    harness.tier.reset(1)
     go_on.set()
     assert harness.wait(ticket).statuses == (Status.OK,)
     assert harness.tier.recover() == []

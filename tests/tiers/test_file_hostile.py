@@ -124,7 +124,7 @@ class TestDirectories:
             entry(2**32 - 1, 3),
             entry(2, 4, length=2**63),
             entry(3, 5, generation=2**63),
-            entry(4, 6, pool=1),
+            entry(4, 6, size_class=1),
         ]
         plant(directory, lies)
         harness.reopen()

@@ -102,7 +102,7 @@ class TestWhatALaterProcessIsToldOf:
     def test_what_was_forgotten_is_not_listed(self, harness: TierHarness, killed: Callable[..., FileTier]) -> None:
         harness.store(0, 0)
         harness.tier._index.checkpoint()  # type: ignore[attr-defined]
-        harness.tier.forget(1)
+        harness.tier.reset(1)
         assert harness.tier.recover() == []
         harness.store(1, 1)
         assert found(killed()) == {1: key(1)}

@@ -85,7 +85,7 @@ def test_golden_bytes_are_read() -> None:
     assert [int(entry[name]) for name in ENTRY.names[3:]] == [  # type: ignore[index]
         HEADER.slot,
         1,
-        HEADER.pool,
+        HEADER.size_class,
         HEADER.length,
         HEADER.generation,
         HEADER.sequence,

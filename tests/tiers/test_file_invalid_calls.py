@@ -88,16 +88,18 @@ def test_a_directory_that_cannot_be_named_is_refused(opener: Opener, tmp_path: P
 @pytest.mark.parametrize("generation", [1.5, "1", None, 2**64, -1])
 def test_a_generation_that_cannot_be_is_refused(harness: TierHarness, generation: int) -> None:
     with pytest.raises(TierError, match="generation"):
-        harness.tier.forget(generation)
+        harness.tier.reset(generation)
     assert harness.tier.generation == 0
 
 
-@pytest.mark.parametrize("field", ["slot", "offset", "length", "generation", "pool"])
+@pytest.mark.parametrize("field", ["slot", "offset", "length", "generation", "size_class"])
 @pytest.mark.parametrize("number", [0.5, 1.0, "1", None])
 def test_numbers_that_are_not_whole_are_refused(harness: TierHarness, field: str, number: object) -> None:
     op = harness.op(Op.READ, 0, 0)
-    with pytest.raises(TierError, match=f"operation 1 of 2: expected an? {field} to be a whole number"):
+    with pytest.raises(
+        TierError, match=f"operation 1 of 2: expected an? {field.replace('_', ' ')} to be a whole number"
+    ):
         harness.tier.submit([op, op._replace(**{field: number})], 1e18)
     with pytest.raises(TierError, match="expected a slot to be a whole number"):
-        harness.tier.discard([number])  # type: ignore[list-item]
+        harness.tier.delete_records([number])  # type: ignore[list-item]
     harness.store(0, 0)

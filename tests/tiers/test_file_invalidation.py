@@ -83,7 +83,7 @@ class World:
             return
         self.index.close()
         self.index = RecordIndex(self.directory, self.slabs, entries, epoch, sequence(2, self.serial))
-        pools, written = entries["pool"].tolist(), entries["sequence"].tolist()
+        pools, written = entries["size_class"].tolist(), entries["sequence"].tolist()
         self.live = dict(zip(entries["slot"].tolist(), zip(pools, written, strict=True), strict=True))
         self.dropped = {}
 
@@ -112,14 +112,14 @@ class World:
 
     def drop(self) -> None:
         slots = self.dice.sample(sorted(self.live), min(2, len(self.live)))
-        self.index.discard(slots)
+        self.index.delete_records(slots)
         for slot in slots:
             self.dropped[slot] = self.live.pop(slot)
 
     def condemn(self) -> None:
         if self.live:
             slot = self.dice.choice(sorted(self.live))
-            self.index.discard_record(slot, self.live[slot][1])
+            self.index.delete_record(slot, self.live[slot][1])
             self.dropped[slot] = self.live.pop(slot)
 
     def checkpoint(self) -> bool:
@@ -136,7 +136,7 @@ class World:
         if entries is None:
             return None
         assert fits_geometry(entries, self.slabs).all()
-        pools, written = entries["pool"].tolist(), entries["sequence"].tolist()
+        pools, written = entries["size_class"].tolist(), entries["sequence"].tolist()
         return dict(zip(entries["slot"].tolist(), zip(pools, written, strict=True), strict=True))
 
     def close(self) -> None:
@@ -219,7 +219,7 @@ def test_failed_checkpoint_does_not_hide_listed_records(world: World) -> None:
     write_to(world, 0)
     for refused in ("journal", "index"):
         world.disk.refuses = refused
-        world.index.discard([0]) if refused == "journal" else world.checkpoint()
+        world.index.delete_records([0]) if refused == "journal" else world.checkpoint()
     assert world.disk.fired == 2
     world.disk.refuses = "-"
     listed = world.listed()
@@ -306,7 +306,7 @@ def test_what_cannot_be_struck_is_not_overwritten(harness_of: Callable[..., Tier
 def test_what_was_dropped_is_not_found_again(harness: TierHarness) -> None:
     for slot in range(4):
         harness.store(slot, slot)
-    harness.tier.discard([1, 3, 3])  # type: ignore[attr-defined]
+    harness.tier.delete_records([1, 3, 3])  # type: ignore[attr-defined]
     for _ in range(2):
         assert {chunk.slot for chunk in harness.tier.recover()} == {0, 2}
         harness.reopen()
@@ -315,5 +315,5 @@ def test_what_was_dropped_is_not_found_again(harness: TierHarness) -> None:
 def test_a_slot_that_does_not_exist_cannot_be_dropped(harness: TierHarness) -> None:
     harness.store(0, 0)
     with pytest.raises(PlanError, match=r"expected a slot in \[0, 8\), got 8"):
-        harness.tier.discard([0, 8])  # type: ignore[attr-defined]
+        harness.tier.delete_records([0, 8])  # type: ignore[attr-defined]
     assert {chunk.slot for chunk in harness.tier.recover()} == {0}

@@ -99,7 +99,7 @@ class TestFullDisk:
         harness = TierHarness(small_disk.open, arena)
         harness.store(0, 0)
         small_disk.fill()
-        harness.tier.forget(1)
+        harness.tier.reset(1)
         harness.store(1, 1)
         harness.reopen()
         assert (harness.tier.generation, [chunk.slot for chunk in harness.tier.recover()]) == (1, [1])
@@ -156,7 +156,7 @@ def test_a_reset_is_written_without_descriptors(harness: TierHarness) -> None:
         with pytest.raises(OSError, match="Too many open files"):
             while True:
                 others.append(os.open(os.devnull, os.O_RDONLY))
-        harness.tier.forget(1)
+        harness.tier.reset(1)
     finally:
         for each in others:
             os.close(each)
@@ -171,7 +171,7 @@ class TestTwins:
     def test_a_flipped_bit_in_one_copy_costs_nothing(
         self, harness: TierHarness, directory: Path, name: str, bit: int, caplog: pytest.LogCaptureFixture
     ) -> None:
-        harness.tier.forget(3)
+        harness.tier.reset(3)
         harness.store(0, 0)
         harness.tier.close()
         page = bytearray((directory / name).read_bytes())
@@ -186,7 +186,7 @@ class TestTwins:
 
     @pytest.mark.parametrize("name", COPIES)
     def test_a_copy_that_is_gone_or_empty_costs_nothing(self, harness: TierHarness, directory: Path, name: str) -> None:
-        harness.tier.forget(2)
+        harness.tier.reset(2)
         harness.store(0, 0)
         for damage in (
             Path.unlink,
@@ -217,7 +217,7 @@ class TestTwins:
     @pytest.mark.parametrize("name", COPIES)
     def test_crash_while_rewriting_a_damaged_copy_leaves_one(self, name: str) -> None:
         story = Story()
-        story.forget()
+        story.reset()
         story.write(0, 1)
         story.close()
         image = dict(story.disk.moments[-1].killed())

@@ -69,7 +69,7 @@ def killed(harness: TierHarness, directory: Path, tmp_path: Path) -> Killed:
 
 def large(slab: int, number: int) -> tuple[tuple[int, int], dict[str, int]]:
     """What the harness takes for the only large image of a slab."""
-    return (slab * PER_SLAB, number), {"pool": 1, "length": LARGE}
+    return (slab * PER_SLAB, number), {"size_class": 1, "length": LARGE}
 
 
 def store_large(harness: TierHarness, slab: int, number: int) -> None:
@@ -85,7 +85,7 @@ def serves_large(harness: TierHarness, slab: int, number: int) -> bool:
 
 
 def listed(harness: TierHarness) -> dict[tuple[int, int], bytes]:
-    return {(chunk.slot, chunk.pool): chunk.key for chunk in harness.tier.recover()}
+    return {(chunk.slot, chunk.size_class): chunk.key for chunk in harness.tier.recover()}
 
 
 class TestCapacity:
@@ -104,7 +104,7 @@ class TestCapacity:
             harness.assert_serves(slot, slot)
         store_large(harness, slabs - 1, 77)
         assert serves_large(harness, slabs - 1, 77)
-        harness.tier.forget(1)
+        harness.tier.reset(1)
         harness.tier.close()
         stats = [path.stat() for path in [directory, *directory.iterdir()]]
         assert sum(max(stat.st_size, stat.st_blocks * 512) for stat in stats) <= capacity
@@ -179,7 +179,7 @@ class TestASlabThatChangesHands:
         """The same key, slot, place and length: only the size of its slot is another."""
         harness.store(4, 9, length=DISK_PAGE)
         assert harness.load(4, 9, length=DISK_PAGE)[0] is Status.OK
-        assert harness.load(4, 9, length=DISK_PAGE, pool=1)[0] is Status.MISMATCH
+        assert harness.load(4, 9, length=DISK_PAGE, size_class=1)[0] is Status.MISMATCH
 
 
 class TestRestart:
@@ -228,8 +228,8 @@ class TestRestart:
     def test_entries_beyond_the_slots_of_a_size_are_ignored(self, harness: TierHarness, directory: Path) -> None:
         store_large(harness, 0, 50)
         harness.tier.close()
-        header = RecordHeader(key(7), None, SCOPE, 5, 0, DISK_PAGE, 9, 0, pool=1)
-        lies = [pack_entry(header, 0), pack_entry(header._replace(slot=8, pool=2), 0)]
+        header = RecordHeader(key(7), None, SCOPE, 5, 0, DISK_PAGE, 9, 0, size_class=1)
+        lies = [pack_entry(header, 0), pack_entry(header._replace(slot=8, size_class=2), 0)]
         page, body = pack_checkpoint(1000, np.frombuffer(b"".join(lies), ENTRY), 0)
         for name in ("index.0", "index.1", "journal.0", "journal.1"):
             (directory / name).write_bytes(page + body if name == "index.0" else b"")
@@ -265,9 +265,9 @@ class TestDamage:
     def test_bits_of_a_large_record(self, harness: TierHarness, directory: Path, bit: int) -> None:
         store_large(harness, 1, 1)
         for flip, at in ((flip_header_bit, bit), (flip_image_bit, 8 * LARGE - 1 - bit)):
-            flip(directory, PER_SLAB, at, pool=1)
+            flip(directory, PER_SLAB, at, size_class=1)
             assert not serves_large(harness, 1, 1)
-            flip(directory, PER_SLAB, at, pool=1)
+            flip(directory, PER_SLAB, at, size_class=1)
             assert serves_large(harness, 1, 1)
 
     @examples(25, suppress_health_check=list(HealthCheck))
@@ -296,7 +296,7 @@ class TestDamage:
         harness.reopen()
         found = listed(harness)
         assert set(found) <= {(0, 1), (8, 1)} | {(slot, 0) for slot in range(2 * PER_SLAB)}
-        assert all(len({pool for slot, pool in found if slot // PER_SLAB == slab}) < 2 for slab in range(4))
+        assert all(len({size_class for slot, size_class in found if slot // PER_SLAB == slab}) < 2 for slab in range(4))
         for slot in range(PER_SLAB, 2 * PER_SLAB):
             status, bytes_ = harness.load(slot, slot)
             assert status is not Status.OK or (bytes_ == image(slot, SMALL)).all()
@@ -316,7 +316,7 @@ class TestTools:
         for slot in (5, 6):
             harness.store(slot, slot)
         store_large(harness, 2, 52)
-        harness.tier.discard([2 * PER_SLAB])  # type: ignore[attr-defined]
+        harness.tier.delete_records([2 * PER_SLAB])  # type: ignore[attr-defined]
         harness.tier.close()
         yield directory
 
@@ -326,13 +326,13 @@ class TestTools:
             for name in ("index.0", "index.1"):
                 (filled / name).unlink()
         with Fsck(filled) as fsck:
-            found = {(each.slot, each.pool): each.condition for each in fsck.records() if each.header is not None}
+            found = {(each.slot, each.size_class): each.condition for each in fsck.records() if each.header is not None}
             assert not any(each.condition.is_damage for each in fsck.records())
         whole = {place for place, condition in found.items() if condition is Condition.WHOLE}
         assert whole == {(0, 1), (5, 0), (6, 0)} | (set() if index else {(8, 1)})
 
     def test_fsck_repairs_a_record_of_either_size(self, filled: Path, harness: TierHarness, directory: Path) -> None:
-        flip_image_bit(filled, 0, 8 * LARGE - 1, pool=1)
+        flip_image_bit(filled, 0, 8 * LARGE - 1, size_class=1)
         flip_header_bit(filled, 6, 8 * 20)
         done = CliRunner().invoke(app, ["fsck", str(filled), "--json", "--repair"])
         damaged = json.loads(done.stdout)["damaged"]
@@ -370,9 +370,9 @@ def test_what_is_in_the_journal_alone_counts_by_slab(harness: TierHarness, kille
             assert listed(harness) == {place: key(number) for place, number in held.items()}
             killed()
             assert listed(harness) == {place: key(number) for place, number in held.items()}
-    assert {pool for _, pool in held} == {0, 1}
-    for (slot, pool), number in held.items():
-        if pool:
+    assert {size_class for _, size_class in held} == {0, 1}
+    for (slot, size_class), number in held.items():
+        if size_class:
             assert serves_large(harness, slot // PER_SLAB, number)
         else:
             harness.assert_serves(slot, number)

@@ -36,5 +36,5 @@ def test_impossible_geometry_is_refused(arena: Arena, slots: int, image_bytes: i
 
 @pytest.mark.parametrize(("pool", "slot"), [(1, 1), (2, 0), (-1, 0), (0, 4)])
 def test_slot_missing_in_its_pool_has_no_offset(arena: Arena, pool: int, slot: int) -> None:
-    with pytest.raises(PlanError, match=r"expected a pool in \[0, 2\)|pool \d has slots"):
+    with pytest.raises(PlanError, match=r"expected a size class in \[0, 2\)|size class \d has slots"):
         HostSlabs(arena, Slabs(2 * DISK_PAGE, (DISK_PAGE, 2 * DISK_PAGE), 2)).slabs.offset(pool, slot)

@@ -379,7 +379,7 @@ def _of_job(job: CopyJob) -> tuple[object, ...]:
             job.cancelled,
             job.done_bytes,
             job.early_status,
-            job.next_step is None,
+            job.next_slice is None,
         ),
         job.result is None,
         tuple((layer, _of_event(event)) for layer, event in job.layers.items()),

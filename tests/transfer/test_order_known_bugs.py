@@ -239,14 +239,14 @@ def a_layer_fails(told: Tale) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_a_layer_that_failed_is_never_reported_as_done(monkeypatch: Patch) -> None:
     explore(tale(a_layer_fails))
-    take_step = Lane._submit_step
+    take_step = Lane._submit_slice
 
     def all_is_well(self: Lane, job: Any, stopped: Status | None) -> None:
         take_step(self, job, stopped)
         job.layers |= {0: None, 1: None}
         job.early_status = None
 
-    monkeypatch.setattr(Lane, "_submit_step", all_is_well)
+    monkeypatch.setattr(Lane, "_submit_slice", all_is_well)
     goes_wrong(a_layer_fails, "AssertionError")
 
 

@@ -300,7 +300,7 @@ def test_failed_lane_ends_its_jobs_and_closes_the_engine(caplog: pytest.LogCaptu
     assert device.drained == 1
     assert not any(engine.stats().queued.values())
     assert engine.shutdown(TIMEOUT)
-    assert "transfer lane into host failed" in caplog.text
+    assert "copies into host stopped: their thread failed" in caplog.text
 
 
 def test_a_failed_lane_whose_device_cannot_be_synchronized_says_so(caplog: pytest.LogCaptureFixture) -> None:

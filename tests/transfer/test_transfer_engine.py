@@ -106,7 +106,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("two host sides", {"items": (item(HERE, HERE),)}),
     ("the sides exchanged", {"items": (item(HERE, None),)}),
     ("a slot of another tier", {"items": (item(None, Slot(FILE, 0, 1)),)}),
-    ("a slot of another pool", {"items": (item(None, Slot(HOST, 1, 1)),)}),
+    ("a slot of another size class", {"items": (item(None, Slot(HOST, 1, 1)),)}),
     ("a slot beyond the pool", {"items": (item(None, Slot(HOST, 0, 8)),)}),
     ("a negative slot", {"items": (item(None, Slot(HOST, 0, -1)),)}),
     ("an item too many", {"items": (item(None, HERE), item(None, Slot(HOST, 0, 2)))}),

@@ -23,12 +23,12 @@ from longshore.cache.types import (
     Counters,
     DeviceCopy,
     DropReason,
-    Found,
     GroupKeys,
+    GroupMatch,
     Lease,
     LoadJob,
+    LookupResult,
     MissReason,
-    Need,
     Outcome,
     Progress,
     Protection,
@@ -39,6 +39,7 @@ from longshore.cache.types import (
     SizeStats,
     TierStats,
 )
+from longshore.errors import former_names
 
 __all__ = [
     "DEFAULT_PRIORITY",
@@ -52,12 +53,12 @@ __all__ = [
     "DropReason",
     "Event",
     "EventKind",
-    "Found",
     "GroupKeys",
+    "GroupMatch",
     "Lease",
     "LoadJob",
+    "LookupResult",
     "MissReason",
-    "Need",
     "Outcome",
     "Partial",
     "PrefetchPolicy",
@@ -83,3 +84,5 @@ __all__ = [
     "WriteRule",
     "explain",
 ]
+
+__getattr__ = former_names(__name__, {"Found": "LookupResult", "Need": "GroupMatch"})

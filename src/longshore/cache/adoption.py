@@ -32,7 +32,7 @@ _TOP, _LOST = -2, -1
 
 
 Chunk = tuple[int, Key, Key | None, int]
-"""A chunk found at start: slot, key, parent key, pool of the slot."""
+"""A chunk found at start: slot, key, parent key, size class of the slot."""
 
 
 def adopt(state: CacheState, tier: int, found: StoredChunks | Sequence[Chunk]) -> int:
@@ -44,16 +44,16 @@ def adopt(state: CacheState, tier: int, found: StoredChunks | Sequence[Chunk]) -
     try:
         chunks = found if isinstance(found, StoredChunks) else StoredChunks.of(found)
     except (TypeError, ValueError, OverflowError) as error:
-        raise CacheError(f"expected chunks as (slot, key, parent, pool): {error}") from None
+        raise CacheError(f"expected chunks as (slot, key, parent, size class): {error}") from None
     if state.several_sizes:
-        chunks = chunks.where(_of_the_last_size(chunks.slots // state.pools[tier].slabs.stride, chunks.pools))
+        chunks = chunks.where(_of_the_last_size(chunks.slots // state.pools[tier].slabs.stride, chunks.size_classes))
     keys = chunks.keys.tolist() if len(state.index) else []
     known = np.array(state.index.find(keys), np.int64) if keys else np.zeros(len(chunks), np.int64)
     before, above = _parents(state, tier, chunks, known)
     rows = _newest_first(before)
     shared = rows[known[rows] > 0]
     _check(state, tier, [chunks[row] for row in shared.tolist()])
-    state.pools[tier].claim(chunks.slots[rows[::-1]], chunks.pools[rows[::-1]])  # the newest last
+    state.pools[tier].claim(chunks.slots[rows[::-1]], chunks.size_classes[rows[::-1]])  # the newest last
     nodes = _enter(state, tier, rows, chunks, known, before, above)
     if state.log.on:
         state.log.recovered(state.tier_names[tier], chunks.where(rows[known[rows] == 0]))
@@ -62,12 +62,12 @@ def adopt(state: CacheState, tier: int, found: StoredChunks | Sequence[Chunk]) -
     return len(nodes)
 
 
-def _of_the_last_size(slabs: _Numbers, pools: _Numbers) -> npt.NDArray[np.bool_]:
+def _of_the_last_size(slabs: _Numbers, size_classes: _Numbers) -> npt.NDArray[np.bool_]:
     """Which chunks have the present size of their slab, that of its newest chunk."""
     each, slab = np.unique(slabs, return_inverse=True)
     last = np.empty(len(each), np.int64)
-    last[slab] = pools  # the last chunk of a slab decides
-    kept: npt.NDArray[np.bool_] = last[slab] == pools
+    last[slab] = size_classes  # the last chunk of a slab decides
+    kept: npt.NDArray[np.bool_] = last[slab] == size_classes
     return kept
 
 
@@ -78,15 +78,15 @@ def _parents(
 
     The node is `ORPHANS` for orphans. A chunk with a parent of another size is lost.
     """
-    index, count, pools = state.index, len(found), found.pools
+    index, count, size_classes = state.index, len(found), found.size_classes
     before = np.where(found.has_parent, _positions(found.keys, found.parents), _TOP)
     inside = before >= 0
-    before[inside] = np.where(pools[before[inside]] == pools[inside], before[inside], _LOST)
+    before[inside] = np.where(size_classes[before[inside]] == size_classes[inside], before[inside], _LOST)
     above = np.full(count, ROOT, np.int32)
     for row in np.flatnonzero(~inside & (before == _LOST)).tolist():
         node = index.get(bytes(found.parents[row]))
         accepted = not node or index.accepts(node, tier)
-        if (node and index.pool_of(node) != pools[row]) or (not accepted and known[row]):
+        if (node and index.size_class_of(node) != size_classes[row]) or (not accepted and known[row]):
             continue
         before[row], above[row] = _TOP, node if node and accepted else ORPHANS
     return before, above
@@ -122,7 +122,7 @@ def _positions_by_name(keys: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> _Num
 
 
 def _newest_first(before: _Numbers) -> _Numbers:
-    """The positions of all reachable chunks: the newest with its ancestors, head first, then the next newest."""
+    """The positions of all loadable chunks: the newest with its ancestors, head first, then the next newest."""
     count = len(before)
     up = np.concatenate([before % (count + 2), [count, count + 1]])
     depth, newest = np.ones(count + 2, np.int64), np.arange(count + 2)
@@ -140,9 +140,9 @@ def _newest_first(before: _Numbers) -> _Numbers:
 def _check(state: CacheState, tier: int, known: Sequence[StoredChunk]) -> None:
     """Raise `CacheError` where the index has another parent than the chunk found, or a copy in the tier."""
     index = state.index
-    for _, key, parent, pool in known:
+    for _, key, parent, size_class in known:
         node = index.get(key)
-        state.check_pool([node], pool)
+        state.check_size_class([node], size_class)
         if index.slot[tier][node] >= 0 or index.parent_keys((node,))[0] != parent:
             raise CacheError(f"chunk {key.hex()[:12]} is in the index already, in tier {tier} or with another parent")
 
@@ -160,7 +160,7 @@ def _enter(
     index, new, slots = state.index, rows[known[rows] == 0], found.slots.astype(np.int32)
     shared = rows[known[rows] > 0]
     index.add_copies(known[shared].tolist(), tier, slots[shared].tolist())
-    index.mark_reachable(known[shared].tolist())
+    index.mark_loadable(known[shared].tolist())
     place, parent = np.full(len(found) + 2, -1), before[new]  # position among the new chunks
     place[new] = np.arange(len(new))
     outside = np.where(parent >= 0, np.append(known, [ROOT, ROOT])[parent], above[new]).astype(np.int32)

@@ -3,7 +3,7 @@
     dirty     ready in one tier and in none below, though there is one: lost if its slot is reused
     queued    dirty, and its parent is ready below: can be copied down now, oldest first
     seldom    not used often enough for a selective write policy: not dirty, evicted without a copy
-    failed    a copy has failed, or the tier below refuses it: not dirty until the next use
+    failed    a copy has failed, or the tier below has rejected it: not dirty until the next use
     orphan    not dirty: not copied down until a tier has its parent, evicted without a copy
 
 A chunk is dirty in one tier at most, the coldest that has it, so one mark per chunk suffices.
@@ -60,7 +60,7 @@ class Backlog:
         return self._last > 0 and self._mark[node] != _CLEAN and _tier(self._mark[node]) == tier
 
     def are_clean(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-        """Whether the nodes `at` are not to be copied down: some tier below has them, or refused them; bool."""
+        """Whether the nodes `at` are not to be copied down: some tier below has them, or rejected them; bool."""
         return u8_view(self._mark)[at] == _CLEAN if self._last else np.ones(len(at), bool)
 
     def leading_sole(self, nodes: Sequence[int], tier: int) -> int:
@@ -145,17 +145,17 @@ class Backlog:
         """Whether `node` is not copied before its next use."""
         return bool(self._needs_use[node])
 
-    def refuse(self, nodes: Sequence[int]) -> list[int]:
+    def reject(self, nodes: Sequence[int]) -> list[int]:
         """Copy the queued `nodes`, and chunks that wait for them, only after their next use; returns all of them."""
-        refused, left = list[int](), list(nodes)
+        rejected, left = list[int](), list(nodes)
         while left:
             node = left.pop()
             if mark := self._mark[node]:
                 left += (child for child in self._index.children(node) if self.is_dirty(child, _tier(mark)))
                 self._needs_use[node] = 1
-                refused.append(node)
-        self.update_all(refused)
-        return refused
+                rejected.append(node)
+        self.update_all(rejected)
+        return rejected
 
     def arrived(self, nodes: Sequence[int]) -> None:
         """`nodes`, parents first, have become ready. A chunk after one that is not copied is not copied, either."""

@@ -6,7 +6,7 @@
     request: keys that a lookup requested and found ──► loaded: those that arrived on the device
 
 Nothing is recorded without a limit. A reader that is too slow gets a `GAP` in place of the oldest events, with their
-number; what is there then is found step by step, by `TieredCache.reconcile`.
+number; what is there then is found batch by batch, by `TieredCache.reconcile`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WEIGHTS = "weights"
 """The cause of a reset because weights have changed."""
 
 STEP = 1024
-"""Chunks that are compared in one step of the control plane, after events were missing."""
+"""Chunks that are compared in one call of the control plane, after events were missing."""
 
 _PARTS = 256
 
@@ -275,7 +275,7 @@ class Announcements(Generic[N]):
 
     A name is kept for as long as a tier has its chunk. Nothing is told of chunks without one.
 
-    Where events do not say what routers have to be told, it is found step by step: after a `GAP`, after a `RESET` of
+    Where events do not say what routers have to be told, it is found batch by batch: after a `GAP`, after a `RESET` of
     which nobody tells routers, and when routers have dropped all they knew. Each step compares `STEP` chunks with what
     the cache holds at that moment, when all events have been read. Events go on meanwhile, and keep what was compared
     up to date: a chunk that is not reached yet is compared later.
@@ -289,7 +289,7 @@ class Announcements(Generic[N]):
         self.names: dict[Key, N] = {}
         self._copies: list[dict[Key, int]] = [{} for _ in range(_PARTS)]
         """Which tiers have a chunk, a bit for each of `_tiers`: a set would take 200 bytes. In parts by hash: each is
-        small enough to be listed, or to grow, in one step."""
+        small enough to be listed, or to grow, in one batch."""
         self._dropped: list[dict[Key, int]] = []
         """Parts that routers have dropped: what is not held any more loses its name."""
         self._tiers: list[str] = []

@@ -9,7 +9,7 @@ eviction does not grow with the number of copies that cannot be evicted.
 Victims are examined in batches, as arrays, with the same result and order as one by one:
 
     safe     a colder tier has a copy: no data is lost, and no descendant needs this copy
-    spared   only a warmer tier has another copy, it is being read or copied down, or it is pinned in host memory
+    spared   only a warmer tier has another copy, it is being read or copied down, or retained for a prefetch
     sole     the only copy: in the last tier, or if it is not to be copied down, it may go once no descendant is left
 
 Slabs, and dirty copies but for those that lead a batch, are examined one by one.
@@ -73,8 +73,8 @@ class Evictor:
     def __init__(self, state: CacheState) -> None:
         self._state = state
         self._passed_over: list[list[dict[int, OrderedDict[Key, None]]]] = []
-        """Keys of chunks that an eviction passed over, dirty or being copied down, by tier, pool and priority, coldest
-        first; some were cleaned, used, or removed since, or have another priority."""
+        """Keys of chunks that an eviction passed over, dirty or being copied down, by tier, size class and priority,
+        coldest first; some were cleaned, used, or removed since, or have another priority."""
         self.clear()
 
     def clear(self) -> None:
@@ -83,30 +83,30 @@ class Evictor:
 
     # ------------------------------------------------------------------ room
 
-    def make_room(self, tier: int, count: int, pool: int, *, spare_dirty: bool, ahead: bool = True) -> int:
-        """Evict until `count` slots of `pool` are available in `tier`, or nothing can be evicted; returns how many are.
+    def make_room(self, tier: int, count: int, size_class: int, *, spare_dirty: bool, ahead: bool = True) -> int:
+        """Evict until `tier` has `count` free slots of `size_class` or nothing can be evicted; returns how many it has.
 
         With `ahead`, a few more are freed than asked for.
         """
         slots = self._state.pools[tier]
-        missing = count - slots.room(pool)
+        missing = count - slots.room(size_class)
         if missing <= 0:
             return count
         if isinstance(slots, SlabPool):
-            self._reclaim_slabs(tier, slots, {pool: count}, spare_dirty=spare_dirty)
+            self._reclaim_slabs(tier, slots, {size_class: count}, spare_dirty=spare_dirty)
         else:
             missing += min(_MOST_AHEAD, slots.capacity // _AHEAD) if ahead else 0
             self.evict(tier, missing, spare_dirty=spare_dirty)
-        return min(count, slots.room(pool))
+        return min(count, slots.room(size_class))
 
     def room_for(self, tier: int, nodes: Sequence[int], *, spare_dirty: bool) -> int:
-        """Make room for copies of `nodes`, of any pools, in `tier`; returns for how many leading ones."""
+        """Make room for copies of `nodes`, of any size classes, in `tier`; returns for how many leading ones."""
         slots = self._state.pools[tier]
         if not isinstance(slots, SlabPool):
             return self.make_room(tier, len(nodes), 0, spare_dirty=spare_dirty)
-        pools = [self._state.index.pool_of(node) for node in nodes]
-        self._reclaim_slabs(tier, slots, Counter(pools), spare_dirty=spare_dirty)
-        return slots.leading(pools)
+        size_classes = [self._state.index.size_class_of(node) for node in nodes]
+        self._reclaim_slabs(tier, slots, Counter(size_classes), spare_dirty=spare_dirty)
+        return slots.leading(size_classes)
 
     def discard(self, keys: Sequence[Key], tier: int) -> int:
         """Remove copies of `keys` that are not leased, read or needed by descendants; returns how many."""
@@ -142,13 +142,13 @@ class Evictor:
 
     # ------------------------------------------------------------------ in policy order
 
-    def evict(self, tier: int, count: int, pool: int = 0, *, spare_dirty: bool) -> int:
-        """Evict at most `count` copies of `pool` from `tier`, in policy order; returns how many.
+    def evict(self, tier: int, count: int, size_class: int = 0, *, spare_dirty: bool) -> int:
+        """Evict at most `count` copies of `size_class` from `tier`, in policy order; returns how many.
 
         With `spare_dirty`, copies that are to be copied down first are not evicted. Chunks that the policy ranks and
-        only warmer tiers have are refused then, and count: no copy of them needs room.
+        only warmer tiers have are rejected then, and count: no copy of them needs room.
         """
-        policy, gone, several = self._state.policy_of(tier, pool), 0, min(count, _AT_FIRST)
+        policy, gone, several = self._state.policy_of(tier, size_class), 0, min(count, _AT_FIRST)
         rounds = _ROUNDS * len(policy) + _AT_LEAST
         ahead: list[int] = []  # victims named and not yet processed
         held, most_held = 0, _MOST_HELD if spare_dirty and 0 < tier == self._state.coldest else math.inf
@@ -160,18 +160,18 @@ class Evictor:
                 ahead = policy.next_victims(several + min(several, _AT_LEAST))
             nodes = ahead[:several]
             priority = self._state.priorities.of(nodes[0]) if nodes else HIGHEST_PRIORITY
-            if not spare_dirty and (some := self._evict_passed_over(tier, count - gone, pool, priority)):
+            if not spare_dirty and (some := self._evict_passed_over(tier, count - gone, size_class, priority)):
                 gone += some
                 several, ahead = min(count - gone, _AT_FIRST), []
                 continue
-            if not nodes or (spare_dirty and self._is_lower_waiting(tier, pool, priority)):
+            if not nodes or (spare_dirty and self._is_lower_waiting(tier, size_class, priority)):
                 break
             rounds -= 1
             if rounds < 0:
-                name = self._state.levels[tier].name
+                name = self._state.tiers[tier].name
                 raise IntegrityError(f"{name} tier: the eviction policy names the same victims repeatedly")
             if spare_dirty and (passed := self._state.backlog.leading_sole(nodes, tier)):
-                self._remember(nodes[:passed], tier, pool)
+                self._remember(nodes[:passed], tier, size_class)
                 policy.hold_victims(nodes[:passed])
                 several, ahead = max(2 * passed, _AT_LEAST), ahead[passed:]
                 continue
@@ -179,10 +179,10 @@ class Evictor:
                 warmer, alike = self._leading_alike(nodes, tier)
                 nodes = nodes[:alike]
                 if warmer:
-                    done, refused, freed = self._refuse(nodes[: count - gone]) if spare_dirty else (alike, 0, [])
+                    done, rejected, freed = self._reject(nodes[: count - gone]) if spare_dirty else (alike, 0, [])
                     policy.hold_victims(nodes[:done])
                     policy.release(freed)
-                    gone, held, ahead = gone + refused, held + done - refused, [] if freed else ahead[done:]
+                    gone, held, ahead = gone + rejected, held + done - rejected, [] if freed else ahead[done:]
                     continue
             free, done, unclear = self._evict_batch(nodes, tier, policy, count - gone)
             gone, ahead = gone + free, ahead[done:] if done else []
@@ -191,24 +191,24 @@ class Evictor:
                 several = min(several, count - gone)
             else:
                 held += done
-                self._remember_copied(nodes[:done], tier, pool)
+                self._remember_copied(nodes[:done], tier, size_class)
             if unclear:
-                gone += self._evict_few(tier, min(several, unclear), pool, spare_dirty=spare_dirty)
+                gone += self._evict_few(tier, min(several, unclear), size_class, spare_dirty=spare_dirty)
         return gone
 
     def can_evict(self, node: int, tier: int, going: Collection[int] = ()) -> bool:
-        """Whether no transfer reads the copy of `node` in `tier`, no lease pins it, and no descendant needs it.
+        """Whether no transfer reads the copy of `node` in `tier`, no lease references it, and no descendant needs it.
 
         `going` are nodes whose copies in the same tier are evicted first.
         """
         state, index = self._state, self._state.index
         if not index.is_ready(node, tier) or state.pools[tier].readers[index.slot[tier][node]]:
             return False
-        if self._is_pinned_in_host(node, tier):
+        if self._is_retained_in_host(node, tier):
             return False
         above = index.other_coldest_tier(node, tier)
         last = above < 0 or not any(index.is_ready(node, t) for t in index.tiers if t != tier)
-        if last and (above >= 0 or state.is_pinned(node)):
+        if last and (above >= 0 or state.is_referenced(node)):
             return False
         if above >= tier or not index.num_children[above + 1][node]:
             return True
@@ -217,31 +217,31 @@ class Evictor:
             for child in index.children(node)
         )
 
-    def _is_pinned_in_host(self, node: int, tier: int) -> bool:
-        return tier == 0 and (bool(self._state.protected[node]) or node in self._state.pinned_in_host)
+    def _is_retained_in_host(self, node: int, tier: int) -> bool:
+        return tier == 0 and (bool(self._state.protected[node]) or node in self._state.retained_in_host)
 
-    def _evict_few(self, tier: int, count: int, pool: int, *, spare_dirty: bool) -> int:
+    def _evict_few(self, tier: int, count: int, size_class: int, *, spare_dirty: bool) -> int:
         """Evict at most `count` of the next victims, one by one; returns how many."""
-        policy, gone = self._state.policy_of(tier, pool), 0
+        policy, gone = self._state.policy_of(tier, size_class), 0
         for _ in range(count):
             node = policy.victim()
             if not node:
                 break
-            if self.can_evict(node, tier) and not self._pass_over(node, tier, pool, spare_dirty=spare_dirty):
+            if self.can_evict(node, tier) and not self._pass_over(node, tier, size_class, spare_dirty=spare_dirty):
                 self._drop(node, tier)
                 gone += 1
             else:
                 policy.hold(node)
-                self._remember_copied((node,), tier, pool)
+                self._remember_copied((node,), tier, size_class)
                 if spare_dirty and self._is_only_warmer(node, tier):
-                    _, refused, freed = self._refuse((node,))
+                    _, rejected, freed = self._reject((node,))
                     policy.release(freed)
-                    gone += refused
+                    gone += rejected
         return gone
 
     def _drop(self, node: int, tier: int) -> None:
         self._state.remove_copy(node, tier, cause=EVICTED)
-        self._state.counters.evictions[self._state.levels[tier].name] += 1
+        self._state.counters.evictions[self._state.tiers[tier].name] += 1
 
     # ------------------------------------------------------------------ what the coldest tier ranks, and does not have
 
@@ -255,100 +255,100 @@ class Evictor:
         first = bool(warmer[0])
         return first, count_leading(warmer == first)
 
-    def _refuse(self, nodes: Sequence[int]) -> tuple[int, int, list[int]]:
+    def _reject(self, nodes: Sequence[int]) -> tuple[int, int, list[int]]:
         """Refuse copies of those of `nodes`, the next victims of all tiers, that only warmer tiers have.
 
         They need no copy, and are evicted where they are. Ends where the parent may be the next victim. Returns how
-        many leading ones are to be held, how many of them were refused, and the parent to release then, if any.
+        many leading ones are to be held, how many of them were rejected, and the parent to release then, if any.
         """
-        state, policy, refused = self._state, self._state.policies[self._state.coldest], 0
+        state, policy, rejected = self._state, self._state.policies[self._state.coldest], 0
         freed, seen = list[int](), set[int]()
         for node in nodes:
             seen.add(node)
-            if self._may_be_refused(node) and state.refuse((node,)):
-                refused += 1
+            if self._may_be_rejected(node) and state.reject((node,)):
+                rejected += 1
                 parent = state.index.parent[node]
                 if parent in seen or policy.is_held(parent):
                     freed.append(parent)
                     break
-        state.counters.drops[state.levels[state.coldest].name][DropReason.ADMISSION] += refused
-        return len(seen), refused, freed
+        state.counters.drops[state.tier_names[state.coldest]][DropReason.ADMISSION] += rejected
+        return len(seen), rejected, freed
 
-    def _may_be_refused(self, node: int) -> bool:
+    def _may_be_rejected(self, node: int) -> bool:
         """Whether `node` is dirty, and neither a transfer, a lease, a lookup of this step nor a descendant needs it."""
         state, index = self._state, self._state.index
         tier, backlog = index.coldest_tier(node), state.backlog
         if not backlog.is_dirty(node, tier) or state.pools[tier].readers[index.slot[tier][node]]:
             return False
-        if state.is_pinned(node) or self._is_pinned_in_host(node, tier):
+        if state.is_referenced(node) or self._is_retained_in_host(node, tier):
             return False
         return all(backlog.waits_for_use(child) for child in index.children(node))
 
-    def _remember(self, nodes: Sequence[int], tier: int, pool: int) -> None:
+    def _remember(self, nodes: Sequence[int], tier: int, size_class: int) -> None:
         """Record chunks of one priority that were passed over."""
         if not nodes:
             return
         priority, index = self._state.priorities.of(nodes[0]), self._state.index
-        queue = self._passed_over[tier][pool].setdefault(priority, OrderedDict())
+        queue = self._passed_over[tier][size_class].setdefault(priority, OrderedDict())
         if len(queue) > 2 * len(self._state.policies[tier]) + 64:
-            held = self._state.policy_of(tier, pool).are_held(index.key.find_all(list(queue))).tolist()
-            kept = [key for key in compress(queue, held) if self._is_waiting(index.get(key), tier, pool, priority)]
-            queue = self._passed_over[tier][pool][priority] = OrderedDict.fromkeys(kept)
+            held = self._state.policy_of(tier, size_class).are_held(index.key.find_all(list(queue))).tolist()
+            kept = [k for k in compress(queue, held) if self._is_waiting(index.get(k), tier, size_class, priority)]
+            queue = self._passed_over[tier][size_class][priority] = OrderedDict.fromkeys(kept)
         for key in index.key[as_i32(nodes)].tolist():
             queue[key] = None
             queue.move_to_end(key)
 
-    def _remember_copied(self, nodes: Sequence[int], tier: int, pool: int) -> None:
+    def _remember_copied(self, nodes: Sequence[int], tier: int, size_class: int) -> None:
         """Record those of the held `nodes` that are being copied down, if there are priorities."""
         if self._state.priorities.used:
-            self._remember([node for node in nodes if self._is_being_copied_down(node, tier)], tier, pool)
+            self._remember([node for node in nodes if self._is_being_copied_down(node, tier)], tier, size_class)
 
-    def _is_lower_waiting(self, tier: int, pool: int, priority: int) -> bool:
+    def _is_lower_waiting(self, tier: int, size_class: int, priority: int) -> bool:
         """Whether a chunk of a priority below `priority` was passed over, and may be evicted after a copy."""
-        for lower, queue in self._passed_over[tier][pool].items():
+        for lower, queue in self._passed_over[tier][size_class].items():
             while lower < priority and queue:
-                if self._is_waiting(self._state.index.get(next(iter(queue))), tier, pool, lower):
+                if self._is_waiting(self._state.index.get(next(iter(queue))), tier, size_class, lower):
                     return True
                 queue.popitem(last=False)
         return False
 
-    def _is_waiting(self, node: int, tier: int, pool: int, priority: int) -> bool:
+    def _is_waiting(self, node: int, tier: int, size_class: int, priority: int) -> bool:
         """Whether `node`, which was passed over when it had `priority`, still is dirty or being copied down.
 
         A chunk that was removed is node 0.
         """
         if not node or self._state.priorities.of(node) != priority:
             return False
-        if self._is_passed_over(node, tier, pool):
+        if self._is_passed_over(node, tier, size_class):
             return True
-        return self._is_being_copied_down(node, tier) and self._state.policy_of(tier, pool).is_held(node)
+        return self._is_being_copied_down(node, tier) and self._state.policy_of(tier, size_class).is_held(node)
 
     def _is_being_copied_down(self, node: int, tier: int) -> bool:
         index = self._state.index
         colder = [each for each in index.tiers[tier + 1 :] if index.slot[each][node] >= 0]
         return bool(colder) and not any(index.is_ready(node, each) for each in colder)
 
-    def _evict_passed_over(self, tier: int, count: int, pool: int, priority: int) -> int:
+    def _evict_passed_over(self, tier: int, count: int, size_class: int, priority: int) -> int:
         """Evict dirty chunks that were passed over, up to `priority`: before all victims of it that the policy names.
 
         Returns how many.
         """
-        gone, queues = 0, self._passed_over[tier][pool]
+        gone, queues = 0, self._passed_over[tier][size_class]
         for each in sorted(lower for lower in queues if lower <= priority):
             queue, waiting = queues[each], list[Key]()
             while gone < count and queue:
                 key, _ = queue.popitem(last=False)
                 node = self._state.index.get(key)
                 if node and (now := self._state.priorities.of(node)) != each:
-                    if self._is_waiting(node, tier, pool, now):
+                    if self._is_waiting(node, tier, size_class, now):
                         queues.setdefault(now, OrderedDict()).setdefault(key)
                     continue
                 # A chunk that is back in a warmer tier is spared: its children there may be copied down soon.
-                may = bool(node) and self._is_passed_over(node, tier, pool) and not self._is_warmer(node, tier)
+                may = bool(node) and self._is_passed_over(node, tier, size_class) and not self._is_warmer(node, tier)
                 if may and self.can_evict(node, tier):
                     self._drop(node, tier)
                     gone += 1
-                elif self._state.priorities.used and self._is_waiting(node, tier, pool, each):
+                elif self._state.priorities.used and self._is_waiting(node, tier, size_class, each):
                     waiting.append(key)
             for key in reversed(waiting):
                 queue[key] = None
@@ -362,16 +362,16 @@ class Evictor:
     def _is_warmer(self, node: int, tier: int) -> bool:
         return 0 <= self._state.index.other_coldest_tier(node, tier) < tier
 
-    def _pass_over(self, node: int, tier: int, pool: int, *, spare_dirty: bool) -> bool:
+    def _pass_over(self, node: int, tier: int, size_class: int, *, spare_dirty: bool) -> bool:
         """Whether `node` is spared; records it if it is dirty."""
         if not self.is_spared(node, tier, spare_dirty=spare_dirty):
             return False
         if not self._is_warmer(node, tier):
-            self._remember((node,), tier, pool)
+            self._remember((node,), tier, size_class)
         return True
 
-    def _is_passed_over(self, node: int, tier: int, pool: int) -> bool:
-        return self._state.backlog.is_dirty(node, tier) and self._state.policy_of(tier, pool).is_held(node)
+    def _is_passed_over(self, node: int, tier: int, size_class: int) -> bool:
+        return self._state.backlog.is_dirty(node, tier) and self._state.policy_of(tier, size_class).is_held(node)
 
     # ------------------------------------------------------------------ in batches
 
@@ -415,13 +415,13 @@ class Evictor:
         return self._idle(at, tier) & colder & ready, ~others
 
     def _idle(self, at: npt.NDArray[np.int32], tier: int) -> Mask:
-        """Which copies are not being read, nor kept in the warmest tier by a prefetch or a lookup of this step."""
+        """Which copies are not being read, nor kept in the host tier by a prefetch or a lookup of this step."""
         state = self._state
         idle: Mask = i32_view(state.pools[tier].readers)[i32_view(state.index.slot[tier])[at]] == 0
         if not tier:
             idle &= u8_view(state.protected)[at] == 0
-            if state.pinned_in_host:
-                idle &= [node not in state.pinned_in_host for node in at.tolist()]
+            if state.retained_in_host:
+                idle &= [node not in state.retained_in_host for node in at.tolist()]
         return idle
 
     def _leaves(
@@ -476,8 +476,8 @@ class Evictor:
         slots = i32_view(index.slot[tier])[at]
         self._log(nodes, tier)
         state.observe_ages(tier, slots)
-        state.counters.demotions[state.levels[tier].name] += len(nodes)
-        state.counters.evictions[state.levels[tier].name] += len(nodes)
+        state.counters.demotions[state.tier_names[tier]] += len(nodes)
+        state.counters.evictions[state.tier_names[tier]] += len(nodes)
         state.policies[tier].remove_victims(nodes, index.key[at].tolist())
         index.drop_copies(at, tier)
         state.pools[tier].free_all(slots)
@@ -490,7 +490,7 @@ class Evictor:
         keys, slots = index.key[at].tolist(), i32_view(index.slot[tier])[at]
         self._log(nodes, tier)
         state.observe_ages(tier, slots)
-        state.counters.evictions[state.levels[tier].name] += len(nodes)
+        state.counters.evictions[state.tier_names[tier]] += len(nodes)
         policy.remove_victims(nodes, keys)
         if state.coldest_ranks_all and tier < state.coldest:
             state.policies[state.coldest].hold_all(nodes)
@@ -539,8 +539,8 @@ class Evictor:
         for other in index.tiers:
             if other != tier:
                 free &= i32_view(index.slot[other])[at] < 0
-        if state.pins:
-            free &= [node not in state.pins for node in at.tolist()]
+        if state.refs:
+            free &= [node not in state.refs for node in at.tolist()]
         return free
 
     def _log(self, nodes: Sequence[int], tier: int) -> None:
@@ -551,29 +551,29 @@ class Evictor:
     # ------------------------------------------------------------------ slabs
 
     def _reclaim_slabs(self, tier: int, slots: SlabPool, wanted: Mapping[int, int], *, spare_dirty: bool) -> None:
-        """Evict until the slots `wanted`, by pool, are available together in `tier`, or nothing can be evicted."""
+        """Evict until `tier` has free slots as `wanted`, by size class, or nothing can be evicted."""
         for _ in range(sum(wanted.values())):  # a slab reclaimed for one size may be missing for another
-            pool, missing = slots.shortage(wanted)
+            size_class, missing = slots.shortage(wanted)
             if not missing:
                 break
-            if self._reclaim_one(tier, slots, pool, slots.last_use(pool), spare_dirty=spare_dirty):
+            if self._reclaim_one(tier, slots, size_class, slots.last_use(size_class), spare_dirty=spare_dirty):
                 continue
-            several = min(missing, slots.slabs.images[pool])
-            if self.evict(tier, several, pool, spare_dirty=spare_dirty):
+            several = min(missing, slots.slabs.images[size_class])
+            if self.evict(tier, several, size_class, spare_dirty=spare_dirty):
                 continue
-            if not self._reclaim_one(tier, slots, pool, math.inf, spare_dirty=spare_dirty):
+            if not self._reclaim_one(tier, slots, size_class, math.inf, spare_dirty=spare_dirty):
                 break
 
-    def _reclaim_one(self, tier: int, slots: SlabPool, pool: int, before: float, *, spare_dirty: bool) -> bool:
+    def _reclaim_one(self, tier: int, slots: SlabPool, size_class: int, before: float, *, spare_dirty: bool) -> bool:
         """Reclaim a slab of another size that was last used before `before`; returns whether there was one."""
         state = self._state
         going: list[int] = []
-        for slab, used in islice(slots.slabs_of_others(pool), _SLABS_EXAMINED):
+        for slab, used in islice(slots.slabs_of_others(size_class), _SLABS_EXAMINED):
             if used >= before or (going := self._slab_victims(tier, slots, slab, spare_dirty=spare_dirty)):
                 break
         for node in sorted(going, key=lambda node: -state.index.depth[node]):
             state.remove_copy(node, tier, cause=EVICTED)
-        state.counters.evictions[state.levels[tier].name] += len(going)
+        state.counters.evictions[state.tier_names[tier]] += len(going)
         return bool(going)
 
     def _slab_victims(self, tier: int, slots: SlabPool, slab: int, *, spare_dirty: bool) -> list[int]:

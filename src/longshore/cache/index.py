@@ -7,22 +7,22 @@ the set of chunks with a copy in tier `t` or colder contains the parent of each 
     file   A ── B ── C             {A..C} in file is closed: so it is after a restart
 
 `num_children[t][node]` is the number of children with a copy in `t` or colder, so that one comparison decides whether a
-copy is needed by a descendant. The parent of a reachable node is reachable, so bisection finds the longest ready prefix
+copy is needed by a descendant. The parent of a loadable node is loadable, so bisection finds the longest ready prefix
 of a path.
 
-Chunks that can be used without those before them, as in sliding-window groups, stand *alone*: each is a child of the
-root, no other chunk needs it, and it may outlive the chunks before it.
+Chunks that can be used without those before them, as in sliding-window groups, are *independent*: each is a child of
+the root, no other chunk needs it, and it may outlive the chunks before it.
 
 An *orphan* is a child of `ORPHANS` and has the key of its missing parent. It is attached to that chunk when the chunk
-is reachable, and in a tier that is as cold. Descendants of `ORPHANS` are closed under "parent of", too; no lookup from
+is loadable, and in a tier that is as cold. Descendants of `ORPHANS` are closed under "parent of", too; no lookup from
 the first chunk returns them.
 
 Both ends of a path are found by bisection. Chunks after an orphan are checked one by one; only a request that has the
 chunks before the orphan can use these.
 
-    known       in a tier, or on its way into one             A ── B ── C ── D ── E
+    indexed     in a tier, or on its way into one             A ── B ── C ── D ── E
     ready       all bytes are in a tier                       A ── B ── C ── E
-    reachable   ready, like all chunks before it              A ── B ── C
+    loadable    ready, like all chunks before it              A ── B ── C
                 up to the first one, or up to an orphan
 
 `Residency` says in which tiers single keys are. Node numbers are valid until a node is removed: a `Residency` holds the
@@ -55,30 +55,30 @@ class Index(Nodes):
 
     # ------------------------------------------------------------------ paths of keys
 
-    def reachable_prefix(self, keys: Sequence[Key], first: int) -> int:
-        """The number of leading chunks of `keys` that are reachable, at least `first`; found by bisection.
+    def loadable_prefix(self, keys: Sequence[Key], first: int) -> int:
+        """The number of leading chunks of `keys` that are loadable, at least `first`; found by bisection.
 
         An orphan at `first` and its descendants count, because the caller has the chunks before it. Raises
         `CacheError` if a chunk found shows that `keys` is no path.
         """
-        low, high, find, reachable, depth = first, len(keys), self.get, self.reachable, self.depth
+        low, high, find, loadable, depth = first, len(keys), self.get, self.loadable, self.depth
         while low < high:
             middle = (low + high) // 2
             node = find(keys[middle])
             if node and depth[node] != middle and depth[node] >= 0:
                 raise _broken(keys, middle)
-            if node and reachable[node] == ROOTED:
+            if node and loadable[node] == ROOTED:
                 low = middle + 1
             else:
                 high = middle
         if self.orphans and low == first:
-            while low < len(keys) and reachable[node := self.get(keys[low])] == ORPHANED:
+            while low < len(keys) and loadable[node := self.get(keys[low])] == ORPHANED:
                 self.check_link(keys, low)
                 low += 1
         return low
 
-    def known_prefix(self, keys: Sequence[Key], first: int) -> int:
-        """As `reachable_prefix`, for chunks in a tier or on their way into one, without orphans."""
+    def indexed_prefix(self, keys: Sequence[Key], first: int) -> int:
+        """As `loadable_prefix`, for chunks in a tier or on their way into one, without orphans."""
         low, high, find, depth = first, len(keys), self.get, self.depth
         while low < high:
             middle = (low + high) // 2
@@ -98,7 +98,7 @@ class Index(Nodes):
         """
         try:
             before = self._at(keys, first - 1) if first else ROOT
-            end = self.known_prefix(keys, first)
+            end = self.indexed_prefix(keys, first)
             path = self.path(self.get(keys[end - 1]), end - first)[::-1] if end > first else []
             if path and (self.parent[path[0]] != before or self.key[path].tolist() != list(keys[first:end])):
                 raise _broken(keys, first)
@@ -127,38 +127,38 @@ class Index(Nodes):
                 self.check_link(keys, position)
         return list(takewhile(bool, nodes))
 
-    def reachable_nodes(self, keys: Sequence[Key]) -> list[int]:
-        """Nodes of the leading chunks of `keys` that are reachable, from the first chunk or from an orphan."""
-        find, reachable = self.get, self.reachable
+    def loadable_nodes(self, keys: Sequence[Key]) -> list[int]:
+        """Nodes of the leading chunks of `keys` that are loadable, from the first chunk or from an orphan."""
+        find, loadable = self.get, self.loadable
         path: list[int] = []
         for key in keys:
             node = find(key)
-            if not node or not reachable[node]:
+            if not node or not loadable[node]:
                 break
             path.append(node)
         return path
 
-    def is_reachable(self, key: Key) -> bool:
-        """Whether `key` is reachable from the first chunk."""
-        return self.reachable[node] == ROOTED if (node := self.get(key)) else False
+    def is_loadable(self, key: Key) -> bool:
+        """Whether `key` is loadable from the first chunk."""
+        return self.loadable[node] == ROOTED if (node := self.get(key)) else False
 
-    def find_alone(self, keys: Sequence[Key]) -> list[int]:
-        """The node of each of `keys`, which stand alone; `ROOT` for those in no tier and not on their way into one.
+    def find_independent(self, keys: Sequence[Key]) -> list[int]:
+        """The node of each of `keys`, which are independent; `ROOT` for those in no tier and not on their way into one.
 
         Raises `CacheError` if they are not distinct, or one is the child of another chunk.
         """
         nodes = self.find(keys)
         if len(set(keys)) != len(keys):
             raise CacheError(f"expected {len(keys)} distinct keys of a path, got {len(set(keys))}")
-        self.check_alone(as_i32(nodes))
+        self.check_independent(as_i32(nodes))
         return nodes
 
-    def check_alone(self, at: npt.NDArray[np.int32]) -> None:
+    def check_independent(self, at: npt.NDArray[np.int32]) -> None:
         """Raise `CacheError` if one of the nodes `at` is the child of another."""
         behind = at[i32_view(self.parent)[at] != ROOT].tolist()
         if behind:
             name = self.key[behind[0]].hex()[:12]
-            raise CacheError(f"expected chunks that stand alone, got {name}, which is the child of another chunk")
+            raise CacheError(f"expected independent chunks, got {name}, which is the child of another chunk")
 
     def check_link(self, keys: Sequence[Key], position: int) -> int:
         """The node of `keys[position]`; raises `CacheError` if it does not follow the key before it."""
@@ -177,12 +177,12 @@ class Index(Nodes):
 
     # ------------------------------------------------------------------ changes
 
-    def are_reachable(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-        """Whether each of the nodes `at` is reachable, also from an orphan; false for `ROOT`. Shape of `at`.
+    def are_loadable(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """Whether each of the nodes `at` is loadable, also from an orphan; false for `ROOT`. Shape of `at`.
 
         No view of the column is kept by a caller: the column could not grow while a traceback has it.
         """
-        found: npt.NDArray[np.bool_] = (at != ROOT) & (u8_view(self.reachable)[at] != 0)
+        found: npt.NDArray[np.bool_] = (at != ROOT) & (u8_view(self.loadable)[at] != 0)
         return found
 
     def accepts(self, parent: int, tier: int) -> bool:
@@ -204,8 +204,8 @@ class Index(Nodes):
             i32_view(self.num_children[each])[at[:-1]] = 1
         return self._enter(keys, at, tier, slots)
 
-    def link_alone(self, keys: Sequence[Key], tier: int, slots: Sequence[int]) -> list[int]:
-        """New nodes that stand alone, for `keys` that `find_alone` did not find."""
+    def link_independent(self, keys: Sequence[Key], tier: int, slots: Sequence[int]) -> list[int]:
+        """New independent nodes, for `keys` that `find_independent` did not find."""
         if not keys:
             return []
         at = self._numbers(len(keys))
@@ -243,7 +243,7 @@ class Index(Nodes):
             up = above_up
         tops = parents[up]
         i32_view(self.depth)[at] = i32_view(self.depth)[tops] + 1 + steps
-        u8_view(self.reachable)[at] = u8_view(self.reachable)[tops]
+        u8_view(self.loadable)[at] = u8_view(self.loadable)[tops]
         return at
 
     def add_copies(self, nodes: Sequence[int], tier: int, slots: Sequence[int]) -> None:
@@ -260,9 +260,9 @@ class Index(Nodes):
             orphans &= colder[parents] < 0
         if np.count_nonzero(orphans):
             orphans[orphans] = ~np.isin(parents[orphans], at)
-        refused = second | orphans
-        if np.count_nonzero(refused):
-            name = self.key[nodes[int(refused.argmax())]].hex()[:12]
+        invalid = second | orphans
+        if np.count_nonzero(invalid):
+            name = self.key[nodes[int(invalid.argmax())]].hex()[:12]
             raise IntegrityError(
                 f"{self.pools[tier].where}chunk {name} has a copy in tier {tier} already, or no parent there or in a "
                 "colder one"
@@ -305,7 +305,7 @@ class Index(Nodes):
         i32_view(self.slot[tier])[at] = NONE
         for reach in self.num_children[: tier + 1]:
             i32_view(reach)[at] = 0
-        u8_view(self.reachable)[at] = 0
+        u8_view(self.loadable)[at] = 0
         self._free.give(array("i", at.tobytes()))
         self.removed += len(at)
         return list(parents)
@@ -324,37 +324,37 @@ class Index(Nodes):
         self._forget(node, parent)
         return True
 
-    def mark_reachable(self, nodes: Sequence[int]) -> Sequence[int]:
-        """`nodes`, parents first, have a ready copy: mark them and ready descendants, if their parent is reachable.
+    def mark_loadable(self, nodes: Sequence[int]) -> Sequence[int]:
+        """`nodes`, parents first, have a ready copy: mark them and ready descendants, if their parent is loadable.
 
-        Returns all nodes that may have become reachable.
+        Returns all nodes that may have become loadable.
         """
         if not nodes:
             return nodes
-        reachable, parent, child, older = self.reachable, self.parent, self._tree.child, self._tree.older
+        loadable, parent, child, older = self.loadable, self.parent, self._tree.child, self._tree.older
         at = as_i32(nodes)
-        mark = reachable[parent[nodes[0]]]
+        mark = loadable[parent[nodes[0]]]
         if mark and self._tree.is_line(at):
-            u8_view(reachable)[at] = mark
+            u8_view(loadable)[at] = mark
             return nodes
         if mark and self._are_last(at):
-            u8_view(reachable)[at] = u8_view(reachable)[i32_view(parent)[at]]
+            u8_view(loadable)[at] = u8_view(loadable)[i32_view(parent)[at]]
             return nodes
         queue = list(nodes)
         for i, node in enumerate(queue, 1):  # grows by ready descendants
-            if reachable[node] or not reachable[parent[node]]:
+            if loadable[node] or not loadable[parent[node]]:
                 continue
-            reachable[node] = reachable[parent[node]]
+            loadable[node] = loadable[parent[node]]
             below = child[node]
             if below and (older[below] or i == len(queue) or below != queue[i]):
                 queue += [c for c in self.children(node) if self.warmest_ready(c) >= 0]
         return queue
 
     def attach_orphans(self, nodes: Sequence[int]) -> list[int]:
-        """Attach orphans to parents among `nodes` that are reachable and as cold; returns those no longer orphans."""
+        """Attach orphans to parents among `nodes` that are loadable and as cold; returns those no longer orphans."""
         found: list[int] = []
         for node in nodes if self.orphans_by_parent else ():
-            if self.reachable[node]:
+            if self.loadable[node]:
                 for orphan in tuple(self.orphans_by_parent.get(self.key[node], ())):
                     if not any(self.is_ready(node, tier) for tier in self.tiers[self.coldest_tier(orphan) :]):
                         self.wanted_by_orphans.add(node)
@@ -379,21 +379,21 @@ class Index(Nodes):
         for reach in self.num_children[: self.coldest_tier(orphan) + 1]:
             reach[ORPHANS] -= 1
             reach[parent] += 1
-        shift, mark, moved = self.depth[parent] + 1 - self.depth[orphan], self.reachable[parent], [orphan]
+        shift, mark, moved = self.depth[parent] + 1 - self.depth[orphan], self.loadable[parent], [orphan]
         for node in moved:  # grows
             self.depth[node] += shift
-            if self.reachable[node]:
-                self.reachable[node] = mark
+            if self.loadable[node]:
+                self.loadable[node] = mark
             moved += self.children(node)
         return moved if mark == ROOTED else []
 
     def _are_last(self, at: npt.NDArray[np.int32]) -> bool:
-        """Whether the nodes `at` have no children, and all their parents are reachable."""
+        """Whether the nodes `at` have no children, and all their parents are loadable."""
         above = i32_view(self.parent)[at]
-        return bool(u8_view(self.reachable)[above].all() and not i32_view(self._tree.child)[at].any())
+        return bool(u8_view(self.loadable)[above].all() and not i32_view(self._tree.child)[at].any())
 
     def orphaned_by(self, node: int, left: int) -> list[tuple[int, int]]:
-        """Copies (node, tier) of descendants that become unreachable when `left` is the coldest tier of `node`.
+        """Copies (node, tier) of descendants that can no longer be loaded when `left` is the coldest tier of `node`.
 
         Parents come before children; `left` is -1 if no copy of `node` remains.
         """
@@ -419,17 +419,19 @@ class Index(Nodes):
             coldest[slots >= 0] = tier
             is_ready[at] |= self.are_ready(at, tier)
             has = at[slots[at] >= 0]
-            self._refuse(has[i32_view(self.pools[tier].node)[slots[has]] != has], f"has another's slot in tier {tier}")
-        self._refuse(at[coldest[at] < 0], "has no copy")
+            self._check_none(
+                has[i32_view(self.pools[tier].node)[slots[has]] != has], f"has another's slot in tier {tier}"
+            )
+        self._check_none(at[coldest[at] < 0], "has no copy")
         has_parent = parent > ORPHANS
-        self._refuse(at[has_parent & ~self.key.has(parent)], "has outlived its parent")
+        self._check_none(at[has_parent & ~self.key.has(parent)], "has outlived its parent")
         is_apart = (has_parent & (coldest[parent] < coldest[at])) | (
             i32_view(self.depth)[at] != i32_view(self.depth)[parent] + 1
         )
-        self._refuse(at[is_apart], "is in a colder tier than its parent, or has a wrong depth")
-        reachable = u8_view(self.reachable)
-        is_wrong = reachable[at] != np.where(is_ready[at], reachable[parent], 0)
-        self._refuse(at[is_wrong], "is wrongly marked as reachable or not")
+        self._check_none(at[is_apart], "is in a colder tier than its parent, or has a wrong depth")
+        loadable = u8_view(self.loadable)
+        is_wrong = loadable[at] != np.where(is_ready[at], loadable[parent], 0)
+        self._check_none(at[is_wrong], "is wrongly marked as loadable or not")
         for tier in self.tiers:
             counted = np.bincount(parent[coldest[at] >= tier], minlength=self.size)
             nodes = np.concatenate([at, as_i32((ROOT, ORPHANS))])
@@ -441,7 +443,7 @@ class Index(Nodes):
         if not waiting == self.orphans or set(waiting) != set(self.children(ORPHANS)):
             raise CacheError(f"there are {len(self.orphans)} orphans, but {len(waiting)} are listed by parent")
 
-    def _refuse(self, wrong: npt.NDArray[np.int32], why: str) -> None:
+    def _check_none(self, wrong: npt.NDArray[np.int32], why: str) -> None:
         for node in wrong.tolist():
             raise CacheError(f"chunk {self.key[node].hex()[:12]} {why}")
 
@@ -455,12 +457,12 @@ class Presence(enum.Enum):
 
     ABSENT = "absent"
     IN_FLIGHT = "in_flight"
-    WARMEST = "warmest"  # in the warmest tier, host memory if there is any: can be loaded at once
+    HOST = "host"  # in the host tier (the first one): can be loaded at once
     COLDER = "colder"  # in a colder tier only
 
 
-_PRESENCES = (Presence.ABSENT, Presence.IN_FLIGHT, Presence.WARMEST, Presence.COLDER)
-_ABSENT, _IN_FLIGHT, _WARMEST, _COLDER = range(len(_PRESENCES))
+_PRESENCES = (Presence.ABSENT, Presence.IN_FLIGHT, Presence.HOST, Presence.COLDER)
+_ABSENT, _IN_FLIGHT, _HOST, _COLDER = range(len(_PRESENCES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -488,7 +490,7 @@ class Residency:
         return Residency(keys, presences, self.at[list(positions)], self.index, self.pool, self.removed)
 
     def slots(self) -> list[int] | None:
-        """The slots of the chunks in the warmest tier; `None` unless index and pool agree that all of them are ready.
+        """The slots of the chunks in the host tier; `None` unless index and pool agree that all of them are ready.
 
         Used to read chunks that were found before the control plane failed: no slot is written after that.
         """
@@ -505,13 +507,13 @@ class Residency:
 
     @classmethod
     def take(cls, index: Index, pool: SlotPool, keys: Sequence[Key]) -> Residency:
-        """Look up `keys`; `pool` is that of the warmest tier. Raises `CacheError` for a key that is not bytes."""
+        """Look up `keys`; `pool` is that of the host tier. Raises `CacheError` for a key that is not bytes."""
         at = index.key.find_all(keys)
-        reachable = u8_view(index.reachable)[at] != 0
-        found = np.where(reachable, np.where(index.are_ready(at, 0), _WARMEST, _COLDER), _IN_FLIGHT)
+        loadable = u8_view(index.loadable)[at] != 0
+        found = np.where(loadable, np.where(index.are_ready(at, 0), _HOST, _COLDER), _IN_FLIGHT)
         found[at == ROOT] = _ABSENT
-        if (found == _WARMEST).all():
-            return cls(keys, [Presence.WARMEST] * len(keys), at, index, pool, index.removed)
+        if (found == _HOST).all():
+            return cls(keys, [Presence.HOST] * len(keys), at, index, pool, index.removed)
         return cls(keys, [_PRESENCES[each] for each in found.tolist()], at, index, pool, index.removed)
 
 

@@ -1,4 +1,4 @@
-"""Loads onto the device, and prefetches of leased chunks into the warmest tier while their request is queued.
+"""Loads onto the device, and prefetches of leased chunks into the host tier while their request is queued.
 
 prefetch policy   the request waits                     reads are cancelled
 best effort       not at all                            when the lease is released, or after `load_timeout`
@@ -7,7 +7,7 @@ timeout           the same, at most `timeout` seconds   when the lease is releas
 
 Where a prefetch that is waited for lacks clean room, it schedules backups. Such prefetches get room in order:
 
-    the first that lacks room    gets the room made; its chunks in the warmest tier are kept until it is over
+    the first that lacks room    gets the room made; its chunks in the host tier are kept until it is over
     those after it               schedule nothing yet
 """
 
@@ -24,8 +24,8 @@ from longshore.cache.columns import count_leading, i32_view, u8_view
 from longshore.cache.lookups import LeasedChunks, LeaseRecord, Leases
 from longshore.cache.offload import Offloader
 from longshore.cache.pool import READY
-from longshore.cache.settings import PrefetchPolicy, seconds
-from longshore.cache.transfers import Load, TierSlots, Transfers, Wait
+from longshore.cache.settings import PrefetchPolicy, timeout_of
+from longshore.cache.transfers import Load, TierSlots, Transfers, Waiter
 from longshore.cache.types import MissReason, origins_of
 from longshore.errors import CacheError
 
@@ -64,7 +64,7 @@ class Loader:
 
     def load(
         self,
-        part: LeasedChunks,
+        chunks: LeasedChunks,
         blocks: Sequence[int],
         skip: int,
         *,
@@ -78,10 +78,10 @@ class Loader:
         after `timeout` seconds.
         """
         state, per_chunk = self._state, self._transfers.settings.blocks_per_chunk
-        keys, tail, held = part.keys[: -(-(skip + len(blocks)) // per_chunk)], part.pins[0].node, len(part.keys)
-        first_block = part.positions[0] * per_chunk + skip
+        keys, tail, leased = chunks.keys[: -(-(skip + len(blocks)) // per_chunk)], chunks.refs[0].node, len(chunks.keys)
+        first_block = chunks.positions[0] * per_chunk + skip
         load, wait = self._begin(timeout)
-        path = state.index.path(tail, held)[held - len(keys) :][::-1] if tail else state.index.reachable_nodes(keys)
+        path = state.index.path(tail, leased)[leased - len(keys) :][::-1] if tail else state.index.loadable_nodes(keys)
         tiers, slots, warm = self._claim(load, path, keys)
         path = path[: len(tiers)]
         load.not_scheduled += [state.miss_reason(key) for key in keys[len(path) + len(load.not_scheduled) :]]
@@ -92,7 +92,7 @@ class Loader:
             batch = Batch(path[here], keys[here], parents, tiers[here], slots[here], warm=end <= warm)
             above = keys[end - 1]
             taken = min(len(blocks), len(batch.nodes) * per_chunk - first_block % per_chunk)
-            sections = (Section(part.group, first_block, tuple(blocks[:taken])),)
+            sections = (Section(chunks.group, first_block, tuple(blocks[:taken])),)
             last = tokens if end == len(keys) else None
             self._schedule_batch(load, wait, batch, sections, by_layer=by_layer, tokens=last)
             blocks, first_block = blocks[taken:], first_block + taken
@@ -123,9 +123,9 @@ class Loader:
             self._schedule_batch(load, wait, batch, tuple(sections), by_layer=by_layer)
         return load
 
-    def _begin(self, timeout: float, *, is_whole: bool = False) -> tuple[Load, Wait]:
+    def _begin(self, timeout: float, *, is_whole: bool = False) -> tuple[Load, Waiter]:
         load = Load(self._transfers.new_id(), began=self._transfers.now, is_whole=is_whole)
-        wait = Wait(load.wait, self._transfers.now + timeout, load, blocks_request=True)
+        wait = Waiter(load.wait, self._transfers.now + timeout, load, blocks_request=True)
         self._transfers.waits.begin(wait)
         return load, wait
 
@@ -139,7 +139,7 @@ class Loader:
         is_first: bool,
         count: bool = True,
     ) -> tuple[int, int, Addresses]:
-        """Begin a job that reads `keys`, distinct chunks at the nodes `at`, ready in the warmest tier: a use of each.
+        """Begin a job that reads `keys`, distinct chunks at the nodes `at`, ready in the host tier: a use of each.
 
         The engine carries it out itself. Returns the job, their number, and the slots, which are not written before the
         job has ended. When it ends, each chunk is a hit or a miss. `is_first`: they are of the first group. Unless
@@ -148,7 +148,7 @@ class Loader:
         state = self._state
         taken = i32_view(state.index.slot[0])[at]
         i32_view(state.pools[0].readers)[taken] += 1
-        slots, name = taken.tolist(), state.levels[0].name
+        slots, name = taken.tolist(), state.tier_names[0]
         job = self._transfers.new_id()
         if count:
             if state.windows.used:
@@ -158,10 +158,10 @@ class Loader:
         record = self._transfers.schedule(job, keys, [None] * len(slots), TierSlots(0, slots), None, command=False)
         if count:
             record.sources, record.of_first = origins_of(keys, [name] * len(keys), origins), is_first
-        return job, len(keys), Addresses(Slots(name, state.pools[0].pool_of(slots[0]), tuple(slots)))
+        return job, len(keys), Addresses(Slots(name, state.pools[0].size_class_of(slots[0]), tuple(slots)))
 
-    def _pin(self, path: Sequence[int]) -> tuple[list[int], list[int], int]:
-        """Add a reader to the copy that each reachable node is read from.
+    def _add_readers(self, path: Sequence[int]) -> tuple[list[int], list[int], int]:
+        """Add a reader to the copy that each loadable node is read from.
 
         Returns tiers and slots, and the number of leading chunks that are ready in the host tier.
         """
@@ -178,11 +178,11 @@ class Loader:
         return tiers, slots, warm
 
     def _claim(self, load: Load, path: Sequence[int], keys: Sequence[Key]) -> tuple[list[int], list[int], int]:
-        """`_pin`, and make room in the host tier for those that it lacks, if necessary without backups.
+        """`_add_readers`, and make room in the host tier for those that it lacks, if necessary without backups.
 
         Chunks from the first without room on are not loaded; if `load.is_whole`, none is.
         """
-        tiers, slots, warm = self._pin(path)
+        tiers, slots, warm = self._add_readers(path)
         cold = [i for i, tier in enumerate(tiers) if tier]
         self._state.log.by = keys[cold[0]] if cold else None
         lacking, evictor = [path[i] for i in cold], self._transfers.evictor
@@ -203,14 +203,14 @@ class Loader:
     def _schedule_batch(
         self,
         load: Load,
-        wait: Wait,
+        wait: Waiter,
         batch: Batch,
         sections: tuple[Section, ...],
         *,
         by_layer: bool,
         tokens: int | None = None,
     ) -> None:
-        names = [level.name for level in self._state.levels]
+        names = self._state.tier_names
         warm = list(batch.slots)
         if batch.warm:
             load.sources += [names[0]] * len(warm)
@@ -222,7 +222,7 @@ class Loader:
                 for i, slot in zip(chosen, job.destination.slots if job.destination else (), strict=True):
                     warm[i] = slot
                     self._state.pools[0].readers[slot] += 1
-        load.parts.append(
+        load.jobs.append(
             self._transfers.schedule(
                 self._transfers.new_id(),
                 batch.keys,
@@ -247,7 +247,7 @@ class Prefetcher:
         self._state = transfers.state
         self._offloader = offloader
         self._leases = leases
-        self.queue: dict[int, tuple[LeaseRecord, Wait]] = {}
+        self.queue: dict[int, tuple[LeaseRecord, Waiter]] = {}
         """Prefetches that requests wait for, oldest first, by number of the wait, until the lease is released."""
         self._is_new = False
         """Whether the queue has changed since the last `proceed`."""
@@ -261,14 +261,14 @@ class Prefetcher:
         if timeout is not None and policy is not PrefetchPolicy.TIMEOUT:
             raise CacheError(f"timeout: expected only with the policy {PrefetchPolicy.TIMEOUT}, got it with {policy}")
         timed = policy is PrefetchPolicy.TIMEOUT
-        return policy, seconds(timeout, settings.prefetch_timeout if timed else settings.load_timeout)
+        return policy, timeout_of(timeout, settings.prefetch_timeout if timed else settings.load_timeout)
 
-    def prefetch(self, record: LeaseRecord, policy: PrefetchPolicy, longest: float) -> Wait:
-        """Prefetch the chunks of `record` that are not in the warmest tier; ends the wait of an earlier prefetch."""
+    def prefetch(self, record: LeaseRecord, policy: PrefetchPolicy, longest: float) -> Waiter:
+        """Prefetch the chunks of `record` that are not in the host tier; ends the wait of an earlier prefetch."""
         blocks_request = policy is not PrefetchPolicy.BEST_EFFORT
         former, wait = (
             record.prefetch,
-            Wait(self._transfers.new_id(), self._transfers.now + longest, blocks_request=blocks_request),
+            Waiter(self._transfers.new_id(), self._transfers.now + longest, blocks_request=blocks_request),
         )
         self._schedule(
             record, wait, waits_its_turn=blocks_request and any(before.lacks_room for _, before in self.queue.values())
@@ -278,13 +278,13 @@ class Prefetcher:
             self.cancel(former)
         if blocks_request and (wait.lacks_room or wait.jobs):
             if not any(before.lacks_room for _, before in self.queue.values()):
-                self._state.pin_in_host(self._state.pinned_in_host.union(self._path(record)))
+                self._state.retain_in_host(self._state.retained_in_host.union(self._path(record)))
             self.queue[wait.number] = record, wait
             self._is_new = True
             self.proceed()
         return wait
 
-    def cancel(self, wait: Wait) -> None:
+    def cancel(self, wait: Waiter) -> None:
         """End the wait of a request."""
         self._transfers.cancel_wait(wait)
         if self.queue.pop(wait.number, None) is not None:
@@ -298,7 +298,7 @@ class Prefetcher:
     def proceed(self) -> None:
         """Order reads of queued prefetches for which room was made; end waits for which no room can be made.
 
-        Does nothing unless the queue or the cache has changed. The chunks in the warmest tier of the first prefetch
+        Does nothing unless the queue or the cache has changed. The chunks in the host tier of the first prefetch
         that lacks room, and of those before it, are not evicted.
         """
         for number in [number for number, (_, wait) in self.queue.items() if self._transfers.now >= wait.deadline]:
@@ -308,12 +308,12 @@ class Prefetcher:
         if not is_new and self._seen == state.changes:
             return
         self._is_new, self._seen = False, state.changes
-        kept, before = set[int]() if is_new else state.pinned_in_host, set[str | None]()
+        kept, before = set[int]() if is_new else state.retained_in_host, set[str | None]()
         for record, wait in self.queue.values():
             if is_new or wait.lacks_room:
                 kept = kept.union(self._path(record))
             if wait.lacks_room:
-                state.pin_in_host(kept)
+                state.retain_in_host(kept)
                 self._schedule(record, wait)
                 others = len(self._transfers.jobs) > len(wait.jobs) or not before <= {record.request}
                 wait.lacks_room &= others or self._leases.protects
@@ -321,11 +321,11 @@ class Prefetcher:
             if wait.lacks_room:
                 break
             before.add(record.request)
-        if kept or state.pinned_in_host:
-            state.pin_in_host(kept)
+        if kept or state.retained_in_host:
+            state.retain_in_host(kept)
 
     def is_waiting(self, record: LeaseRecord) -> bool:
-        """Whether the request of `record` has to wait for more chunks in the warmest tier."""
+        """Whether the request of `record` has to wait for more chunks in the host tier."""
         wait, index = record.prefetch, self._state.index
         if (
             wait is None
@@ -336,10 +336,10 @@ class Prefetcher:
         return bool(wait.jobs) or not all(index.is_ready(node, 0) for node in record.nodes(index))
 
     def _path(self, record: LeaseRecord) -> list[int]:
-        """The nodes of the leased chunks, at most as many as fit in the warmest tier."""
+        """The nodes of the leased chunks, at most as many as fit in the host tier."""
         return record.nodes(self._state.index)[: self._state.total_room(0)]
 
-    def _schedule(self, record: LeaseRecord, wait: Wait, *, waits_its_turn: bool = False) -> None:
+    def _schedule(self, record: LeaseRecord, wait: Waiter, *, waits_its_turn: bool = False) -> None:
         """Join reads in flight, and schedule reads from colder tiers as far as there is clean room.
 
         The wait `lacks_room` for the others if more may be made, or, with `waits_its_turn`, for all of them.
@@ -353,10 +353,10 @@ class Prefetcher:
             transfers.waits.begin(wait)
             return
         state.log.by = state.index.key[path[cold[0]]]
-        warm = state.pinned_in_host
-        state.pin_in_host(warm.union(path))
+        warm = state.retained_in_host
+        state.retain_in_host(warm.union(path))
         room = self._offloader.make_clean_room([path[i] for i in cold], back_up=wait.blocks_request)
-        state.pin_in_host(warm & state.pinned_in_host)
+        state.retain_in_host(warm & state.retained_in_host)
         wait.lacks_room, cold = wait.blocks_request and room < len(cold), cold[:room]
         for start in range(0, len(cold), LOAD_BATCH):
             chosen = cold[start : start + LOAD_BATCH]

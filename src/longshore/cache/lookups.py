@@ -2,7 +2,7 @@
 
     path       one KV cache group: the longest run of ready chunks
     chunks     single chunks, whatever is before them
-    groups     all groups of a request: the longest prefix that every one of them serves. One lease keeps the chunks of
+    groups     all groups of a request: the longest prefix that is available in every one. One lease keeps the chunks of
                all groups. Its load is one job with a section for each run of chunks, so that a layer-wise copy has
                the layers of all groups in the model's order
     fetch      chunks of one group that remote tiers have
@@ -14,12 +14,12 @@ A prefix is of use for all groups or for none: if one chunk is not available, no
     sliding window               ■ ■ ■ │       the chunks of the last `window` tokens; older ones may be missing
     recurrent                        ■ │       the last one, which has the state at its end
 
-A chunk can be served if the device has it, or a tier has a ready copy. With full attention, a served chunk implies its
+A chunk is available if the device has it, or it can be loaded from a tier. With full attention, that implies its
 ancestors, so bisection finds the end. In other groups the search goes backwards: a missing chunk excludes every length
 that needs it, so the next length to try ends before it, and no key is looked up twice.
 
     Lease       what a request has: none of its chunks is evicted until it is released
-    pin         a reference on one node, which keeps that chunk and those before it from eviction; a lease has some
+    NodeRef     a reference on one node, which keeps that chunk and those before it from eviction; a lease has some
     protected   a chunk that a lookup with `Protection.STEP` has found: not evicted until `end_step`
 """
 
@@ -44,34 +44,34 @@ from longshore.cache.nodes import ROOT
 from longshore.cache.partial import Partial, PartialPrefixes
 from longshore.cache.remote import RemoteTiers
 from longshore.cache.settings import CacheGroup
-from longshore.cache.state import CacheState, Pin
-from longshore.cache.transfers import Load, Transfers, Wait
-from longshore.cache.types import UNKNOWN_START, Found, GroupKeys, Lease, Need, Protection, check_distinct
+from longshore.cache.state import CacheState, NodeRef
+from longshore.cache.transfers import Load, Transfers, Waiter
+from longshore.cache.types import UNKNOWN_START, GroupKeys, GroupMatch, Lease, LookupResult, Protection, check_distinct
 from longshore.errors import CacheError, LeaseError
 
 
 @dataclass(slots=True, eq=False)
 class LeasedChunks:
-    """Leased chunks of one KV cache group: `keys`, at `positions` of their path, kept by pins on nodes.
+    """Leased chunks of one KV cache group: `keys`, at `positions` of their path, kept by references to nodes.
 
-    A pin on the last chunk keeps a path. Chunks that stand `alone` have a pin each. `blocks` is the number of device
-    blocks of a load, where the lookup has determined it.
+    A reference to the last chunk keeps a path. Chunks that are `independent` have one each. `blocks` is the number of
+    device blocks of a load, where the lookup has determined it.
     """
 
     keys: Sequence[Key]
     positions: Sequence[int]
-    pins: Sequence[Pin]
+    refs: Sequence[NodeRef]
     group: int = 0
-    alone: bool = field(default=False, kw_only=True)
+    independent: bool = field(default=False, kw_only=True)
     blocks: int = field(default=0, kw_only=True)
 
     def nodes(self, index: Index) -> list[int]:
         """The nodes of the chunks, head first, up to the first one that was removed."""
-        if self.alone:
-            return list(takewhile(bool, (pin.node for pin in self.pins)))
-        tail = self.pins[0].node
+        if self.independent:
+            return list(takewhile(bool, (ref.node for ref in self.refs)))
+        tail = self.refs[0].node
         if not tail:
-            return index.reachable_nodes(self.keys)
+            return index.loadable_nodes(self.keys)
         last = self.positions[-1]
         path = index.path(tail, last - self.positions[0] + 1)
         return path[::-1] if len(path) == len(self.keys) else [path[last - at] for at in self.positions]
@@ -81,21 +81,21 @@ class LeasedChunks:
 class LeaseRecord:
     """What the control plane knows of a lease: the leased chunks, of one or several groups, its load and prefetch."""
 
-    parts: Sequence[LeasedChunks]
+    groups: Sequence[LeasedChunks]
     request: str | None
     request_number: int
     is_multi_group: bool = field(kw_only=True)
     load: Load | None = None
-    prefetch: Wait | None = None
+    prefetch: Waiter | None = None
 
     @property
     def keys(self) -> list[Key]:
         """The keys of all groups, one group after the other."""
-        return [key for part in self.parts for key in part.keys]
+        return [key for chunks in self.groups for key in chunks.keys]
 
     def nodes(self, index: Index) -> list[int]:
         """The nodes of all groups, of each up to the first one that was removed."""
-        return [node for part in self.parts for node in part.nodes(index)]
+        return [node for chunks in self.groups for node in chunks.nodes(index)]
 
 
 class Leases:
@@ -120,11 +120,11 @@ class Leases:
         return iter(self._records.values())
 
     def take(
-        self, identity: int, parts: Sequence[LeasedChunks], request: str | None, *, is_multi_group: bool = False
+        self, identity: int, groups: Sequence[LeasedChunks], request: str | None, *, is_multi_group: bool = False
     ) -> Lease:
-        """A new lease on `parts`, whose nodes are pinned."""
+        """A new lease on `groups`, whose nodes are referenced."""
         self._records[identity] = LeaseRecord(
-            parts, request, self._state.current_request, is_multi_group=is_multi_group
+            groups, request, self._state.current_request, is_multi_group=is_multi_group
         )
         return Lease(identity)
 
@@ -138,7 +138,7 @@ class Leases:
     def to_load(self, lease: Lease) -> LeaseRecord:
         """The record of `lease`, to load it. Raises `LeaseError` if it was loaded, or is of single chunks."""
         record = self.get(lease)
-        if not record.is_multi_group and record.parts[0].alone:
+        if not record.is_multi_group and record.groups[0].independent:
             raise LeaseError(f"lease {lease.id} is of single chunks, not of a path: load these by their keys")
         if record.load is not None:
             raise LeaseError(f"lease {lease.id} was loaded before; a lease serves one load")
@@ -148,18 +148,18 @@ class Leases:
         """Remove `lease`, and record a use of its chunks by its request."""
         record = self._records.pop(lease.id)
         self._state.set_request(record.request_number)
-        for part in record.parts:
-            nodes = [node for pin in part.pins if (node := pin.node)]
-            if part.alone:
+        for chunks in record.groups:
+            nodes = [node for ref in chunks.refs if (node := ref.node)]
+            if chunks.independent:
                 self._state.windows.serve(nodes)
             elif nodes:
-                nodes = self._state.index.path(nodes[0], part.positions[-1] - part.positions[0] + 1)
-            self._state.touch(nodes if not part.alone else nodes[::-1])
-            for pin in part.pins:
-                self._state.unpin(pin)
+                nodes = self._state.index.path(nodes[0], chunks.positions[-1] - chunks.positions[0] + 1)
+            self._state.touch(nodes if not chunks.independent else nodes[::-1])
+            for ref in chunks.refs:
+                self._state.remove_ref(ref)
 
     def protect(self, at: npt.NDArray[np.int32]) -> None:
-        """Protect the nodes `at` from eviction until `end_step`, those in the warmest tier in that tier."""
+        """Protect the nodes `at` from eviction until `end_step`, those in the host tier in that tier."""
         seen = u8_view(self._state.protected)
         fresh = unique(at[seen[at] == 0])
         seen[fresh] = 1
@@ -183,19 +183,19 @@ class Leases:
         self._state.discard_invalid_copies()
 
     def check_integrity(self) -> None:
-        """Raise `CacheError` unless all pins are those of leases, and all marks those of protected nodes."""
-        held = [pin for record in self for part in record.parts for pin in part.pins]
-        ours = {pin for pin in held if pin.node}
-        theirs = {pin for pins in self._state.pins.values() for pin in pins}
+        """Raise `CacheError` unless all references are those of leases, and all marks those of protected nodes."""
+        refs = [ref for record in self for chunks in record.groups for ref in chunks.refs]
+        ours = {ref for ref in refs if ref.node}
+        theirs = {ref for refs in self._state.refs.values() for ref in refs}
         if ours != theirs:
-            raise CacheError(f"the cache has {len(theirs)} pins, the leases {len(ours)}")
+            raise CacheError(f"the index has {len(theirs)} references to nodes, the leases have {len(ours)}")
         seen = set(np.flatnonzero(u8_view(self._state.protected)).tolist())
         if not seen <= set(self._step):
             raise CacheError(f"{len(seen)} nodes are marked as protected, expected {len(set(self._step))}")
 
 
 class GroupSearch:
-    """The search for the longest served prefix in one group, whose chunks have `chunk_tokens` tokens each."""
+    """The search for the longest available prefix in one group, whose chunks have `chunk_tokens` tokens each."""
 
     def __init__(
         self, index: Index, partials: PartialPrefixes, group: CacheGroup, chunk_tokens: int, wanted: GroupKeys
@@ -207,66 +207,66 @@ class GroupSearch:
         self.group = group
         self.chunk_tokens = chunk_tokens
         self.last_window = group.first_needed(len(self.keys) * chunk_tokens, chunk_tokens)
-        """The first chunk that would be needed if all of them were served."""
+        """The first chunk that would be needed if all of them were available."""
         self._index = index
         self._partials = partials
         self._device = np.zeros(len(self.keys), bool)
         self._device[: len(device)] = np.asarray(device, bool)
-        self._clear = len(self.keys)  # chunks from here on that were examined are served
+        self._clear = len(self.keys)  # chunks from here on that were examined are available
 
     def longest(self, tokens: int) -> int:
-        """An upper bound of the longest served prefix, at most `tokens`; equal to `tokens` if that is served."""
+        """An upper bound of the longest available prefix, at most `tokens`; equal to that if it is available."""
         end = tokens // self.chunk_tokens
         missing = self._missing(self.group.first_needed(tokens, self.chunk_tokens), end)
         return tokens if missing is None else missing * self.chunk_tokens
 
     def beyond(self, tokens: int, most: int) -> int:
-        """How many tokens after a served prefix of `tokens` are served, with a partial chunk; at most `most`."""
+        """How many tokens after an available prefix of `tokens` are, too, with a partial chunk; at most `most`."""
         if self.prompt_tokens is None or self.group.recurrent:
             return 0
         at, size = tokens // self.chunk_tokens, self.chunk_tokens
-        while at * size < tokens + most and self._serves(at):
+        while at * size < tokens + most and self._is_available(at):
             at += 1
         near = self._partials.closest(self.keys, at, self.prompt_tokens, size) if at <= len(self.keys) else None
         return min(most, at * size - tokens + (near.tokens if near else 0))
 
-    def need(self, tokens: int) -> Need:
-        """What a served prefix of `tokens` tokens needs of this group."""
+    def match(self, tokens: int) -> GroupMatch:
+        """What an available prefix of `tokens` tokens consists of in this group."""
         first, end = self.group.first_needed(tokens, self.chunk_tokens), tokens // self.chunk_tokens
         load = first + np.flatnonzero(~self._device[first:end])
-        return Need(first, end, tuple(load.tolist()), self._partial(end, tokens % self.chunk_tokens))
+        return GroupMatch(first, end, tuple(load.tolist()), self._partial(end, tokens % self.chunk_tokens))
 
     def _partial(self, at: int, tokens: int) -> Partial | None:
         """Where the first `tokens` tokens of the chunk at `at` come from, if any are needed."""
         if not tokens or self.prompt_tokens is None:
             return None
-        if self._serves(at):
+        if self._is_available(at):
             return Partial(self.keys[at], tokens, bool(self._device[at]))
         near = self._partials.closest(self.keys, at, self.prompt_tokens, self.chunk_tokens)
         return near and near._replace(tokens=tokens)
 
-    def _serves(self, at: int) -> bool:
+    def _is_available(self, at: int) -> bool:
         """Whether the chunk at `at` is on the device, or can be read from a tier."""
-        return at < len(self.keys) and bool(self._device[at] or self._index.is_reachable(self.keys[at]))
+        return at < len(self.keys) and bool(self._device[at] or self._index.is_loadable(self.keys[at]))
 
     def _missing(self, first: int, end: int) -> int | None:
-        """The last chunk of `[first, end)` that is not served, of those examined; `None` if all are served."""
-        if not self.group.alone:
-            ready = self._index.reachable_prefix(self.keys[:end], 0)
+        """The last chunk of `[first, end)` that is not available, of those examined; `None` if all are."""
+        if not self.group.is_independent:
+            ready = self._index.loadable_prefix(self.keys[:end], 0)
             ready += count_leading(self._device[ready:end])
             if self._index.orphans and 0 < ready < end and self._device[:ready].all():
-                ready = self._index.reachable_prefix(self.keys[:end], ready)
+                ready = self._index.loadable_prefix(self.keys[:end], ready)
                 ready += count_leading(self._device[ready:end])
             return None if ready >= end else ready
         at = min(self._clear, end)
-        while at > first and self._serves(at - 1):
+        while at > first and self._is_available(at - 1):
             at -= 1
         self._clear = at
         return None if at <= first else at - 1
 
 
-def longest_served(paths: Sequence[GroupSearch]) -> int:
-    """The longest prefix, in tokens, that every one of `paths` serves.
+def longest_available(paths: Sequence[GroupSearch]) -> int:
+    """The longest prefix, in tokens, that is available in every one of `paths`.
 
     It is a multiple of the chunk sizes of all groups, plus, for partial matches, fewer tokens than another multiple.
     """
@@ -307,7 +307,7 @@ class Lookups:
 
     # ------------------------------------------------------------------ one group
 
-    def path(self, group: int, path: GroupKeys, call: LookupCall) -> Found:
+    def path(self, group: int, path: GroupKeys, call: LookupCall) -> LookupResult:
         """`TieredCache.lookup` of one `path` of `group`."""
         keys, start, prompt_tokens, index = path.keys, path.start, path.prompt_tokens, self._state.index
         settings = self._transfers.settings
@@ -317,22 +317,22 @@ class Lookups:
             before = [index.key[each] for each in index.path(node, index.depth[node] + 1)[:0:-1]]
             keys, start = [*before, *keys], len(before)
         check_start(keys, start)
-        settings.pool_of(group)
+        settings.size_class_of(group)
         if settings.groups:
             settings.group(group)
         size = 0 if prompt_tokens is None else settings.group(group)[1]
-        if prompt_tokens is not None and settings.stands_alone(group):
-            raise CacheError(f"expected no `prompt_tokens` with group {group}, whose chunks stand alone")
+        if prompt_tokens is not None and settings.is_independent(group):
+            raise CacheError(f"expected no `prompt_tokens` with group {group}, whose chunks are independent")
         prompt_tokens = prompt_tokens and prompt_tokens.checked()
-        end = index.reachable_prefix(keys, start)
+        end = index.loadable_prefix(keys, start)
         index.find(keys[start - 1 : start] if start else ())
         for position in {start, max(start, end - 1), end} - {len(keys)}:
             index.check_link(keys, position)
         # Remote tiers are asked for each key after these, so their order is checked; else a bisection suffices.
-        known = end + len(index.follow(keys, end)) if self._remote.tiers else index.known_prefix(keys, end)
+        known = end + len(index.follow(keys, end)) if self._remote.tiers else index.indexed_prefix(keys, end)
         partial = None if prompt_tokens is None else self._state.partials.closest(keys, end, prompt_tokens, size)
         self._advance(call.now)
-        request_number = self._serve(call, keys, end)
+        request_number = self._set_request(call, keys, end)
         remote, probes = 0, tuple[int, ...]()
         if self._remote.tiers:
             remote, probes = self._remote.look(keys, known, probe=call.probes_remote)
@@ -348,10 +348,10 @@ class Lookups:
         elif leased and call.protect is Protection.LEASE:
             if self._remote.tiers:
                 self._remote.found(keys[start:end])
-            pins = (self._state.pin(index.get(leased[-1])),)
-            held = LeasedChunks(leased, range(start, start + len(leased)), pins, group)
-            lease = self._leases.take(self._transfers.new_id(), (held,), call.request)
-        return Found(
+            refs = (self._state.add_ref(index.get(leased[-1])),)
+            chunks = LeasedChunks(leased, range(start, start + len(leased)), refs, group)
+            lease = self._leases.take(self._transfers.new_id(), (chunks,), call.request)
+        return LookupResult(
             lease,
             end - start,
             partial=partial,
@@ -361,23 +361,25 @@ class Lookups:
             before=before,
         )
 
-    def chunks(self, paths: Mapping[int, GroupKeys], call: LookupCall, tiers: Collection[str]) -> Found:
+    def chunks(self, paths: Mapping[int, GroupKeys], call: LookupCall, tiers: Collection[str]) -> LookupResult:
         """`TieredCache.lookup` with `independent`, which asks the remote `tiers`."""
         if any(path.start or path.device is not None for path in paths.values()):
             raise CacheError("expected no `start` and no `device` in a lookup with `independent`")
-        index, parts = self._state.index, list[tuple[int, Residency, list[int]]]()
+        index, ready = self._state.index, list[tuple[int, Residency, list[int]]]()
         found = {group: Residency.take(index, self._state.pools[0], path.keys) for group, path in paths.items()}
         if call.protect is Protection.LEASE:
             for group, here in found.items():
-                there = np.flatnonzero(index.are_reachable(here.at)).tolist()
+                there = np.flatnonzero(index.are_loadable(here.at)).tolist()
                 self._check_chunks(group, here.at[there])
-                parts.append((group, here, there))
+                ready.append((group, here, there))
         self._advance(call.now)
         if call.protect is Protection.NONE:
             probes = self._remote.ask([key for here in found.values() for key in here.keys], tiers) if tiers else ()
             theirs = found if self._remote.tiers else {}
             sources = {group: self._remote.sources(here.keys) for group, here in theirs.items()}
-            return Found(probes=probes, request_number=call.request_number, residency=found, remote_sources=sources)
+            return LookupResult(
+                probes=probes, request_number=call.request_number, residency=found, remote_sources=sources
+            )
         request_number = call.request_number
         if request_number is None:
             asked = [key for here in found.values() for key in here.keys]
@@ -386,21 +388,23 @@ class Lookups:
         self._state.set_request(request_number)
         if call.protect is Protection.STEP:
             for here in found.values():
-                self._leases.protect(here.at[index.are_reachable(here.at)])
-            return Found(request_number=request_number, residency=found)
-        held = [
+                self._leases.protect(here.at[index.are_loadable(here.at)])
+            return LookupResult(request_number=request_number, residency=found)
+        leased = [
             LeasedChunks(
                 [here.keys[position] for position in there],
                 there,
-                [self._state.pin(node) for node in here.at[there].tolist()],
+                [self._state.add_ref(node) for node in here.at[there].tolist()],
                 group,
-                alone=True,
+                independent=True,
             )
-            for group, here, there in parts
+            for group, here, there in ready
             if there
         ]
-        lease = self._leases.take(self._transfers.new_id(), held, call.request) if held else None
-        return Found(lease, sum(len(part.keys) for part in held), request_number=request_number, residency=found)
+        lease = self._leases.take(self._transfers.new_id(), leased, call.request) if leased else None
+        return LookupResult(
+            lease, sum(len(each.keys) for each in leased), request_number=request_number, residency=found
+        )
 
     def fetch(self, group: int, path: GroupKeys, now: float, longest: float) -> tuple[int, ...]:
         """Read chunks after the ready prefix of `path` from remote tiers that have them, for at most `longest`
@@ -408,36 +412,37 @@ class Lookups:
         """
         keys, start = path.keys, path.start
         check_start(keys, start)
-        pool, index = self._transfers.settings.pool_of(group), self._state.index
-        if self._transfers.settings.stands_alone(group):
-            nodes = index.find_alone(keys[start:])
-            self._state.check_pool(nodes, pool)
+        size_class, index = self._transfers.settings.size_class_of(group), self._state.index
+        if self._transfers.settings.is_independent(group):
+            nodes = index.find_independent(keys[start:])
+            self._state.check_size_class(nodes, size_class)
             self._advance(now)
-            return self._remote.fetch_alone(keys[start:], nodes, pool, self._transfers.now + longest)
-        end = index.reachable_prefix(keys, start)
+            return self._remote.fetch_independent(keys[start:], nodes, size_class, self._transfers.now + longest)
+        end = index.loadable_prefix(keys, start)
         nodes = index.follow(keys, end)
-        self._state.check_pool([*nodes[:1], index.get(keys[end - 1]) if end else 0], pool)
+        self._state.check_size_class([*nodes[:1], index.get(keys[end - 1]) if end else 0], size_class)
         self._advance(now)
-        return self._remote.fetch(keys, end, nodes, pool, self._transfers.now + longest)
+        return self._remote.fetch(keys, end, nodes, size_class, self._transfers.now + longest)
 
     def warm(self, keys: Sequence[Key] | Residency, group: int) -> tuple[Sequence[Key], I32]:
-        """Keys and nodes of chunks of `group`. Raises `CacheError` unless all are ready in the warmest tier."""
+        """Keys and nodes of chunks of `group`. Raises `CacheError` unless all are ready in the host tier."""
         index = self._state.index
         mine, at = nodes_of(index, keys)
         if not len(at):
             raise CacheError(f"expected chunks of group {group}, got none")
-        lacking = np.flatnonzero((at == ROOT) | (u8_view(index.reachable)[at] == 0)).tolist()
+        lacking = np.flatnonzero((at == ROOT) | (u8_view(index.loadable)[at] == 0)).tolist()
         if lacking:
             name = mine[lacking[0]].hex()[:12]
             raise CacheError(f"{len(lacking)} of {len(at)} chunks are not ready in any tier, the first is {name}")
         self._check_chunks(group, at)
         if not index.are_ready(at, 0).all():
-            raise CacheError(f"not all of {len(at)} chunks are ready in the warmest tier: prefetch them first")
+            name = self._state.tier_names[0]
+            raise CacheError(f"not all of {len(at)} chunks are ready in the {name} tier: prefetch them first")
         return mine, at
 
     # ------------------------------------------------------------------ all groups
 
-    def groups(self, paths: Mapping[int, GroupKeys], call: LookupCall) -> Found:
+    def groups(self, paths: Mapping[int, GroupKeys], call: LookupCall) -> LookupResult:
         """`TieredCache.lookup` of all groups. Remote tiers are not asked."""
         state, settings, groups = self._state, self._transfers.settings, range(len(self._transfers.settings.groups))
         if not groups or set(paths) != set(groups):
@@ -445,81 +450,84 @@ class Lookups:
         if any(path.start for path in paths.values()):
             raise CacheError("expected `device` in a lookup of all groups, got `start`")
         searches = [GroupSearch(state.index, state.partials, *settings.group(at), paths[at]) for at in groups]
-        tokens = longest_served(searches)
-        needs = tuple(search.need(tokens) for search in searches)
-        both = list(zip(searches, needs, strict=True))
+        tokens = longest_available(searches)
+        matches = tuple(search.match(tokens) for search in searches)
+        both = list(zip(searches, matches, strict=True))
         self._check_searches(both)
         self._advance(call.now)
-        request_number = self._serve(call, [key for search in searches for key in search.keys])
-        for group, (search, need) in enumerate(both) if call.counts else ():
-            self._count(call.request and f"{call.request}/{group}", search, need)
-        leased = [(group, search, *_leased(search, need)) for group, (search, need) in enumerate(both)]
+        request_number = self._set_request(call, [key for search in searches for key in search.keys])
+        for group, (search, matched) in enumerate(both) if call.counts else ():
+            self._count(call.request and f"{call.request}/{group}", search, matched)
+        leased = [(group, search, *_leased(search, matched)) for group, (search, matched) in enumerate(both)]
         leased = [each for each in leased if each[2]]
         lease = None
         if call.protect is Protection.STEP:
             for _, _, keys, _ in leased:
                 self._leases.protect(as_i32(state.index.find(keys)))
         elif call.protect is Protection.LEASE and leased:
-            parts = [self._hold(needs[each[0]], *each) for each in leased]
-            lease = self._leases.take(self._transfers.new_id(), parts, call.request, is_multi_group=True)
-        return Found(lease, tokens=tokens, needs=needs, request_number=request_number)
+            mine = [self._lease(matches[each[0]], *each) for each in leased]
+            lease = self._leases.take(self._transfers.new_id(), mine, call.request, is_multi_group=True)
+        return LookupResult(lease, tokens=tokens, matches=matches, request_number=request_number)
 
     def sections(self, record: LeaseRecord, blocks: Sequence[Sequence[int]]) -> list[Section]:
         """The sections that load the leased chunks into `blocks`, by group. Raises `CacheError` for a wrong number."""
-        per_chunk, held = self._transfers.settings.blocks_per_chunk, {part.group: part.blocks for part in record.parts}
-        counts = [held.get(group, 0) for group in range(len(self._transfers.settings.groups))]
+        per_chunk, leased = (
+            self._transfers.settings.blocks_per_chunk,
+            {chunks.group: chunks.blocks for chunks in record.groups},
+        )
+        counts = [leased.get(group, 0) for group in range(len(self._transfers.settings.groups))]
         if [len(each) for each in blocks] != counts:
             raise CacheError(f"expected {counts} blocks for the chunks of each group, got {[len(b) for b in blocks]}")
         return [
             Section(
-                part.group,
-                part.positions[start] * per_chunk,
-                tuple(blocks[part.group][start * per_chunk : end * per_chunk]),
+                chunks.group,
+                chunks.positions[start] * per_chunk,
+                tuple(blocks[chunks.group][start * per_chunk : end * per_chunk]),
             )
-            for part in record.parts
-            for start, end in runs_of(part.positions)
+            for chunks in record.groups
+            for start, end in runs_of(chunks.positions)
         ]
 
-    def _check_searches(self, both: Sequence[tuple[GroupSearch, Need]]) -> None:
+    def _check_searches(self, both: Sequence[tuple[GroupSearch, GroupMatch]]) -> None:
         """Raise `CacheError` for invalid keys, also for those that are not found, before anything has changed."""
         index = self._state.index
-        for group, (search, need) in enumerate(both):
+        for group, (search, matched) in enumerate(both):
             keys = search.keys
-            if search.group.alone:
-                nodes = index.find_alone(keys)
+            if search.group.is_independent:
+                nodes = index.find_independent(keys)
             else:
-                for at in {*need.load[:1], *need.load[-1:]}:
+                for at in {*matched.load[:1], *matched.load[-1:]}:
                     index.check_link(keys, at)
-                index.known_prefix(keys, need.end)  # as when misses are counted
-                ready = index.reachable_prefix(keys, 0)
+                index.indexed_prefix(keys, matched.end)  # as when misses are counted
+                ready = index.loadable_prefix(keys, 0)
                 nodes = [index.get(keys[ready - 1]) if ready else ROOT, *index.follow(keys, ready)]
-            self._state.check_pool(nodes, self._transfers.settings.pool_of(group))
+            self._state.check_size_class(nodes, self._transfers.settings.size_class_of(group))
         check_distinct([key for search, _ in both for key in search.keys])
         check_distinct([key for each in both for key in _leased(*each)[0]])
 
-    def _count(self, request: str | None, search: GroupSearch, need: Need) -> None:
+    def _count(self, request: str | None, search: GroupSearch, matched: GroupMatch) -> None:
         state, keys = self._state, search.keys
-        if search.group.alone:
-            state.counters.misses.update(map(state.miss_reason, keys[max(need.end, search.last_window) :]))
+        if search.group.is_independent:
+            state.counters.misses.update(map(state.miss_reason, keys[max(matched.end, search.last_window) :]))
         else:
-            state.count_misses(keys, need.end, state.index.known_prefix(keys, need.end))
+            state.count_misses(keys, matched.end, state.index.indexed_prefix(keys, matched.end))
         if state.log.on:
-            asked = tuple(keys[need.first :])
-            state.log.record(EventKind.REQUEST, request=request, keys=asked, length=need.end - need.first)
+            asked = tuple(keys[matched.first :])
+            state.log.record(EventKind.REQUEST, request=request, keys=asked, length=matched.end - matched.first)
 
-    def _hold(
-        self, need: Need, group: int, search: GroupSearch, keys: Sequence[Key], positions: Sequence[int]
+    def _lease(
+        self, matched: GroupMatch, group: int, search: GroupSearch, keys: Sequence[Key], positions: Sequence[int]
     ) -> LeasedChunks:
         state, kind = self._state, search.group
-        blocks = len(need.load) * self._transfers.settings.blocks_per_chunk
-        if need.partial and not need.partial.device:
-            blocks += -(-need.partial.tokens // kind.block_size)
-        pins = [state.pin(state.index.get(key)) for key in (keys if kind.alone else keys[-1:])]
-        return LeasedChunks(keys, positions, pins, group, alone=kind.alone, blocks=blocks)
+        blocks = len(matched.load) * self._transfers.settings.blocks_per_chunk
+        if matched.partial and not matched.partial.device:
+            blocks += -(-matched.partial.tokens // kind.block_size)
+        refs = [state.add_ref(state.index.get(key)) for key in (keys if kind.is_independent else keys[-1:])]
+        return LeasedChunks(keys, positions, refs, group, independent=kind.is_independent, blocks=blocks)
 
     # ------------------------------------------------------------------ inside
 
-    def _serve(self, call: LookupCall, keys: Sequence[Key], known: int | None = None) -> int | None:
+    def _set_request(self, call: LookupCall, keys: Sequence[Key], known: int | None = None) -> int | None:
         """Set the request that the following uses are counted for: that of the call, or a new one for `keys`."""
         request_number = call.request_number
         if call.protect is not Protection.NONE:
@@ -534,19 +542,19 @@ class Lookups:
         """Raise `CacheError` unless the nodes `at` are distinct, and of `group`."""
         if has_duplicates(at):
             raise CacheError(f"expected {len(at)} distinct chunks, got {len(np.unique(at))}")
-        if self._transfers.settings.stands_alone(group):
-            self._state.index.check_alone(at)
-        self._state.check_pool(
-            at.tolist() if self._state.several_sizes else (), self._transfers.settings.pool_of(group)
+        if self._transfers.settings.is_independent(group):
+            self._state.index.check_independent(at)
+        self._state.check_size_class(
+            at.tolist() if self._state.several_sizes else (), self._transfers.settings.size_class_of(group)
         )
 
 
-def _leased(search: GroupSearch, need: Need) -> tuple[list[Key], list[int]]:
-    """The chunks to lease for `need`, and their positions."""
-    keys, positions = [search.keys[at] for at in need.load], list(need.load)
-    if need.partial and not need.partial.device:
-        keys.append(need.partial.key)
-        positions.append(need.end)
+def _leased(search: GroupSearch, matched: GroupMatch) -> tuple[list[Key], list[int]]:
+    """The chunks to lease for `matched`, and their positions."""
+    keys, positions = [search.keys[at] for at in matched.load], list(matched.load)
+    if matched.partial and not matched.partial.device:
+        keys.append(matched.partial.key)
+        positions.append(matched.end)
     return keys, positions
 
 

@@ -1,6 +1,6 @@
 """`TieredCache`: the control plane. It decides what is stored in which tier, what is copied and what is evicted.
 
-    lookup ─► Found ─► prefetch, load ─► progress ─► release    a prompt that was computed before
+    lookup ─► LookupResult ─► prefetch, load ─► progress ─► release    a prompt that was computed before
     store                                                       blocks that are complete, or about to be evicted
     take_commands() ─►              apply_results() ◄─          the only input and output
 
@@ -19,7 +19,7 @@ from longshore.boundary import (
     DEVICE,
     Cancel,
     Command,
-    Discard,
+    DeleteRecords,
     Key,
     ProbeResult,
     Result,
@@ -35,16 +35,16 @@ from longshore.cache.load import Loader, Prefetcher
 from longshore.cache.lookups import Leases, LookupCall, Lookups, check_start
 from longshore.cache.offload import Offloader
 from longshore.cache.remote import RemoteTiers
-from longshore.cache.settings import CacheSettings, DeviceBlocks, PrefetchPolicy, TierSpec, check_retention, seconds
-from longshore.cache.state import CacheState, Level
+from longshore.cache.settings import CacheSettings, DeviceBlocks, PrefetchPolicy, TierSpec, check_retention, timeout_of
+from longshore.cache.state import CacheState, OwnedTier
 from longshore.cache.transfers import Load, Transfers
 from longshore.cache.types import (
     Counters,
     DeviceCopy,
-    Found,
     GroupKeys,
     Lease,
     LoadJob,
+    LookupResult,
     MissReason,
     Progress,
     Protection,
@@ -63,8 +63,8 @@ from longshore.errors import CacheError
 class TieredCache:
     """The control plane of one engine: an index over `tiers`, warmest first, below the engine's own device cache.
 
-    Calls name chunks by `Mapping`s from the number of a KV cache group to `GroupKeys`. Times are seconds.
-    Invalid arguments raise `CacheError`. A `Runtime` records the last calls that change it (`runtime.error_handler`).
+    The first one, host memory or, with GPUDirect Storage, files, is called the host tier. Calls name chunks by
+    `GroupKeys`, by KV cache group. Times are seconds. Invalid arguments raise `CacheError`.
     """
 
     def __init__(
@@ -86,13 +86,13 @@ class TieredCache:
         down, up = pairwise((DEVICE, *names)), ((name, names[0] if tier else DEVICE) for tier, name in enumerate(names))
         to_and_fro = [route for name in theirs for route in ((names[0], name), (name, names[0]))]
         self.counters = Counters.zero(names, tuple(str(Route(*route)) for route in (*down, *up, *to_and_fro)), theirs)
-        levels = [Level(tier.name, tier.make_pool(), tier.policy) for tier in tiers]
-        sizes = {len(level.pool.slabs.image_bytes) for level in levels}
-        if len(sizes) > 1 or any(not 0 <= pool < min(sizes) for pool in self.settings.pools):
+        owned = [OwnedTier(tier.name, tier.make_pool(), tier.policy) for tier in tiers]
+        sizes = {len(each.pool.slabs.image_bytes) for each in owned}
+        if len(sizes) > 1 or any(not 0 <= each < min(sizes) for each in self.settings.size_classes):
             counts = f"tiers with {sorted(sizes)} image sizes"
-            raise CacheError(f"expected image sizes for the pools {self.settings.pools} of the groups, got {counts}")
+            raise CacheError(f"expected image sizes for the size classes {self.settings.size_classes}, got {counts}")
         thresholds = [rule.threshold if rule.selective else 0 for rule in rules[1 : len(names)]]
-        self._state = CacheState(levels, self.counters, self.settings, thresholds)
+        self._state = CacheState(owned, self.counters, self.settings, thresholds)
         self._transfers = Transfers(self._state, self.settings, generation)
         self._loader = Loader(self._transfers)
         shared = bool(theirs) or self.settings.is_served
@@ -122,7 +122,7 @@ class TieredCache:
 
     @property
     def backups_needed(self) -> int:
-        """Number of chunks of the warmest tier that are to be copied down."""
+        """Number of chunks of the host tier that are to be copied down."""
         return self._state.backlog.counts[0]
 
     @property
@@ -142,7 +142,7 @@ class TieredCache:
         request_number: int | None = None,
         reuse_hint: ReuseHint | None = None,
         count: bool = True,
-    ) -> Found:
+    ) -> LookupResult:
         """Find how much of a prompt the tiers have, and protect it from eviction as long as `protect` says.
 
         With one path: the longest run of ready chunks from its `start` on. Bisection finds it in microseconds, whatever
@@ -190,7 +190,7 @@ class TieredCache:
         policy: PrefetchPolicy | None = None,
         timeout: float | None = None,
     ) -> tuple[int, ...]:
-        """Copy chunks into the warmest tier while their request waits; returns the first jobs, possibly none.
+        """Copy chunks into the host tier while their request waits; returns the first jobs, possibly none.
 
         Of a lease: its chunks that only colder tiers have. `progress` says when the request may go on: by `policy`,
         `settings.prefetch` if `None`, and after `timeout` seconds, which only `TIMEOUT` has. No dirty chunk is evicted
@@ -210,7 +210,7 @@ class TieredCache:
             return tuple(sorted(self._prefetcher.prefetch(record, policy, longest).jobs))
         if policy is not None:
             raise CacheError("expected a `policy` only with a lease")
-        longest = seconds(timeout, self.settings.load_timeout)
+        longest = timeout_of(timeout, self.settings.load_timeout)
         check_paths(what)
         if len(what) != 1 or next(iter(what.values())).device is not None:
             raise CacheError(f"expected a lease, or the keys of one group without `device`, got groups {sorted(what)}")
@@ -232,12 +232,12 @@ class TieredCache:
         """Load chunks onto the device, by group, as far as the host tier has room now. A lease serves one load.
 
         Args:
-            what: A lease of a lookup; or chunks that are ready in the warmest tier, which the engine reads itself:
+            what: A lease of a lookup; or chunks that are ready in the host tier, which the engine reads itself:
                 their slots are not written until every rank has reported the job, or it was released; or device
                 blocks to copy.
             blocks: Device blocks, by group, in logical order; `None` if the engine moves the bytes. For a lease on one
                 path, the first is sub-block `skip` of the first chunk, and the last may be any sub-block of a chunk.
-                For a lease on all groups, the blocks of `Need.load`, and those that the tokens of a partial match
+                For a lease on all groups, the blocks of `GroupMatch.load`, and those that the tokens of a partial match
                 take.
             skip: Leading sub-blocks of the first chunk that the device has already.
             tokens: Leading tokens to load of the last block of a lease on one path, as a partial match says; `None`
@@ -277,8 +277,8 @@ class TieredCache:
                 for group, found in pairs
             )
             return ScheduledLoad(sum(job.num_chunks for job in jobs), jobs)
-        record, longest = self._leases.to_load(what), seconds(timeout, self.settings.load_timeout)
-        blocks = check_blocks({} if blocks is None else blocks, [part.group for part in record.parts])
+        record, longest = self._leases.to_load(what), timeout_of(timeout, self.settings.load_timeout)
+        blocks = check_blocks({} if blocks is None else blocks, [each.group for each in record.groups])
         if record.is_multi_group:
             if skip or tokens is not None:
                 raise CacheError("expected `skip` and `tokens` only with a lease on one group")
@@ -290,20 +290,20 @@ class TieredCache:
             nodes, keys = record.nodes(self._state.index), record.keys
             record.load = self._loader.load_together(nodes, keys, sections, timeout=longest, by_layer=by_layer)
             name, load = record.request, record.load
-            load.requests = [(name and f"{name}/{part.group}", part.keys) for part in record.parts]
-            load.of_first = sum(len(part.keys) for part in record.parts if not part.group)
+            load.requests = [(name and f"{name}/{each.group}", each.keys) for each in record.groups]
+            load.of_first = sum(len(each.keys) for each in record.groups if not each.group)
             return self._scheduled(load, origins)
-        (part,), size = record.parts, self.settings.blocks_per_chunk
-        group, into = part.group, blocks.get(part.group, ())
-        chunks, leased = -(-(skip + len(into)) // size), len(part.keys)
-        if not 0 <= skip < size or not into or chunks > leased:
-            raise CacheError(f"expected blocks of {leased} chunks of {size} blocks, got {len(into)} with skip={skip}")
+        (leased,), size = record.groups, self.settings.blocks_per_chunk
+        group, into = leased.group, blocks.get(leased.group, ())
+        chunks, most = -(-(skip + len(into)) // size), len(leased.keys)
+        if not 0 <= skip < size or not into or chunks > most:
+            raise CacheError(f"expected blocks of {most} chunks of {size} blocks, got {len(into)} with skip={skip}")
         self._device.check(into)
-        self._state.check_pool([part.pins[0].node], self.settings.pool_of(group))
+        self._state.check_size_class([leased.refs[0].node], self.settings.size_class_of(group))
         self.settings.check_tokens(tokens, group)
         self._state.set_request(record.request_number)
-        record.load = self._loader.load(part, into, skip, timeout=longest, by_layer=by_layer, tokens=tokens)
-        record.load.requests, record.load.of_first = [(record.request, part.keys[:chunks])], 0 if group else chunks
+        record.load = self._loader.load(leased, into, skip, timeout=longest, by_layer=by_layer, tokens=tokens)
+        record.load.requests, record.load.of_first = [(record.request, leased.keys[:chunks])], 0 if group else chunks
         return self._scheduled(record.load, origins)
 
     def _copy_inside(self, copies: Mapping[int, DeviceCopy], blocks: Mapping[int, Sequence[int]]) -> ScheduledLoad:
@@ -375,9 +375,9 @@ class TieredCache:
         for group, path in paths.items():
             check_retention(path.retention)
             check_start(path.keys, path.start)
-            if path.past_window and not self.settings.stands_alone(group):
+            if path.past_window and not self.settings.is_independent(group):
                 raise CacheError(f"expected `past_window` only for groups with a window, got it for group {group}")
-            self._state.index.find_alone(path.past_window)
+            self._state.index.find_independent(path.past_window)
             mine = () if blocks is None else blocks.get(group, ())
             chunks = len(path.keys) - path.start
             expected = 0 if blocks is None else chunks * self.settings.blocks_per_chunk
@@ -403,7 +403,7 @@ class TieredCache:
                 request_number=request_number,
             )
             if path.past_window and not scheduled[group].retry:
-                self._state.windows.slide([node for node in self._state.index.find_alone(path.past_window) if node])
+                self._state.windows.slide(list(filter(None, self._state.index.find_independent(path.past_window))))
         return scheduled
 
     def discard(self, keys: Iterable[Key], tier: str) -> int:
@@ -413,8 +413,8 @@ class TieredCache:
     def evict(self, tier: str, most: int) -> int:
         """Evict at most `most` copies from `tier` that nothing leases, reads or descends from; returns how many."""
         at, evictor, left = self._tier(tier), self._transfers.evictor, max(0, most)
-        for pool in range(len(self._state.pools[at].slabs.image_bytes)):
-            left -= evictor.evict(at, left, pool, spare_dirty=False)
+        for size_class in range(len(self._state.pools[at].slabs.image_bytes)):
+            left -= evictor.evict(at, left, size_class, spare_dirty=False)
         return max(0, most) - left
 
     def back_up_all(self) -> bool:
@@ -427,9 +427,9 @@ class TieredCache:
     def take_commands(self) -> list[Command]:
         """Commands since the last call, in order, each exactly once."""
         commands, self._transfers.outbox = self._transfers.outbox, []
-        for level in self._state.levels:
-            if level.pool.freed and (slots := level.pool.take_freed()):
-                commands.append(Discard(level.name, slots))
+        for tier in self._state.tiers:
+            if tier.pool.freed and (slots := tier.pool.take_freed()):
+                commands.append(DeleteRecords(tier.name, slots))
         return commands
 
     def apply_results(self, results: Sequence[Result], now: float) -> None:
@@ -460,7 +460,7 @@ class TieredCache:
     # ------------------------------------------------------------------ start, sleep, resize, reset
 
     def adopt(self, tier: str, found: Iterable[Chunk], others: Sequence[int] = ()) -> int:
-        """Recover the chunks of a persistent tier: (slot, key, parent, pool), oldest first; returns how many.
+        """Recover the chunks of a persistent tier: (slot, key, parent, size class), oldest first; returns how many.
 
         The slots `others` have records that this cache cannot use, least useful first: they are allocated after all
         empty slots. Chunks whose parents were not found are orphans. Raises `CacheError`, with nothing recovered, for
@@ -526,7 +526,7 @@ class TieredCache:
         return self._state.stats()
 
     def reconcile(self, announced: Announcements[Any]) -> list[tuple[Key, tuple[str, ...]]]:
-        """One step for a reader that has missed events: see `Announcements.compare`."""
+        """The next batch of a comparison for a reader that has missed events: see `Announcements.compare`."""
         state, stores = self._state, {tier.name: tier.announced for tier in self._remote.tiers}
         return announced.compare(Contents(state.log, state.index, state.tier_names, stores))
 
@@ -559,9 +559,9 @@ class TieredCache:
     def _scheduled(self, load: Load, origins: Mapping[Key, str] | None) -> ScheduledLoad:
         """The jobs of `load`, whose chunks have these `origins`. A load without jobs ends at once."""
         load.sources = origins_of([key for _, keys in load.requests for key in keys], load.sources, origins)
-        if not load.parts:
+        if not load.jobs:
             self._conclude(load, MissReason.CANCELLED)
-        jobs = tuple(LoadJob(job.transfer.job, len(job.statuses)) for job in load.parts)
+        jobs = tuple(LoadJob(job.transfer.job, len(job.statuses)) for job in load.jobs)
         return ScheduledLoad(sum(job.num_chunks for job in jobs), jobs)
 
     def _proceed(self) -> None:

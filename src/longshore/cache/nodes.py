@@ -173,7 +173,7 @@ ORPHANS = 1
 """The parent of every orphan, a chunk whose parent is in no tier. No path from the root leads through it."""
 
 ROOTED, ORPHANED = 1, 2
-"""Marks of reachable nodes: from the first chunk, or from an orphan, by requests that have the chunks before it."""
+"""Marks of loadable nodes: from the first chunk, or from an orphan, by requests that have the chunks before it."""
 
 _FAR = -(1 << 30)
 """The depth of `ORPHANS`: orphans and their descendants have negative depths, as their positions are unknown."""
@@ -195,6 +195,7 @@ class Nodes:
         "find",
         "get",
         "key",
+        "loadable",
         "num_children",
         "older",
         "orphans",
@@ -202,7 +203,6 @@ class Nodes:
         "parent",
         "path",
         "pools",
-        "reachable",
         "removed",
         "size",
         "slot",
@@ -227,9 +227,9 @@ class Nodes:
         self.depth = zeros(self.size)
         self.slot = [array("i", [NONE]) * self.size for _ in pools]
         self.num_children = [zeros(self.size) for _ in pools]
-        self.reachable = bytearray(self.size)
+        self.loadable = bytearray(self.size)
         self.depth[ROOT], self.depth[ORPHANS] = -1, _FAR
-        self.reachable[ROOT], self.reachable[ORPHANS] = ROOTED, ORPHANED
+        self.loadable[ROOT], self.loadable[ORPHANS] = ROOTED, ORPHANED
         self.orphans: dict[int, Key] = {}
         """The parent key of each child of `ORPHANS`."""
         self.orphans_by_parent: dict[Key, dict[int, None]] = {}
@@ -294,27 +294,27 @@ class Nodes:
             ready |= self.are_ready(at, tier)
         return ready
 
-    def pool_of(self, node: int) -> int:
-        """The pool of the slots of `node`, the same in all tiers."""
+    def size_class_of(self, node: int) -> int:
+        """The size class of the slots of `node`, the same in all tiers."""
         for tier in self.tiers:
             slot = self.slot[tier][node]
             if slot >= 0:
-                return self.pools[tier].pool_of(slot)
+                return self.pools[tier].size_class_of(slot)
         raise IntegrityError(f"node {node} has no slot")
 
-    def pools_of(self, nodes: Sequence[int]) -> list[int]:
-        """`pool_of` for many."""
+    def size_classes_of(self, nodes: Sequence[int]) -> list[int]:
+        """`size_class_of` for many."""
         if len(nodes) < FEW:
-            return list(map(self.pool_of, nodes))
+            return list(map(self.size_class_of, nodes))
         at = np.array(nodes, np.int32)
-        pools = np.full(len(at), NONE)
+        size_classes = np.full(len(at), NONE)
         for tier in self.tiers:
             slots = i32_view(self.slot[tier])[at]
-            here = np.flatnonzero((slots >= 0) & (pools == NONE))
-            pools[here] = self.pools[tier].pools_of(slots[here])
-        if (pools == NONE).any():
-            raise IntegrityError(f"node {nodes[int((pools == NONE).argmax())]} has no slot")
-        found: list[int] = pools.tolist()
+            here = np.flatnonzero((slots >= 0) & (size_classes == NONE))
+            size_classes[here] = self.pools[tier].size_classes_of(slots[here])
+        if (size_classes == NONE).any():
+            raise IntegrityError(f"node {nodes[int((size_classes == NONE).argmax())]} has no slot")
+        found: list[int] = size_classes.tolist()
         return found
 
     def warmest_ready(self, node: int) -> int:
@@ -333,7 +333,7 @@ class Nodes:
             counts.extend(zeros(more))
         for slots in self.slot:
             slots.extend(array("i", [NONE]) * more)
-        self.reachable.extend(bytes(more))
+        self.loadable.extend(bytes(more))
         self._free = FreeList(array("i", range(self.size + more - 1, self.size - 1, -1)) + array("i", self._free))
         self.size += more
 
@@ -378,6 +378,6 @@ class Nodes:
         self.wanted_by_orphans.discard(node)
         self._tree.unlink(node, parent)
         self.key.remove((node,))
-        self.reachable[node] = 0
+        self.loadable[node] = 0
         self._free.give(array("i", (node,)))
         self.removed += 1

@@ -42,12 +42,12 @@ class Offloader:
     """Orders offloads and backups, by the write rule of each tier."""
 
     def __init__(self, transfers: Transfers, rules: Sequence[WriteRule], *, is_shared: bool) -> None:
-        """`is_shared`: remote tiers or other engines are offered what host memory stores: it refuses no chunk then."""
+        """`is_shared`: remote tiers or other engines are offered what host memory stores: it rejects no chunk then."""
         self._transfers = transfers
         self._state = transfers.state
         self._rules = rules
-        is_alone = not (is_shared or transfers.state.coldest or transfers.state.several_sizes)
-        self._uses_admission = transfers.settings.admission and is_alone
+        is_only_tier = not (is_shared or transfers.state.coldest or transfers.state.several_sizes)
+        self._uses_admission = transfers.settings.admission and is_only_tier
         self._asks_all = transfers.state.coldest_ranks_all and not is_shared
         self._reserves = [0.0] * transfers.state.coldest
         """Number of slots of each tier to keep free or backed up, where bursts need more than the write rule says."""
@@ -87,11 +87,11 @@ class Offloader:
         if prompt_tokens is not None:
             size = settings.group(group)[1]
             prompt_tokens = prompt_tokens.checked(len(keys) * size)
-        alone = settings.stands_alone(group)
+        independent = settings.is_independent(group)
         state.set_request(request_number)
         end = len(keys) if prompt is None or not settings.prompt_only else max(first, min(prompt, len(keys)))
-        if alone:
-            offload = self._offload_alone(
+        if independent:
+            offload = self._offload_independent(
                 keys, first, nodes, blocks, retention, group=group, prompt=end, wait_for_room=wait_for_room
             )
         else:
@@ -110,21 +110,21 @@ class Offloader:
         keys, first, settings = path.keys, path.start, self._transfers.settings
         if path.prompt_tokens is not None and self._state.partials.on:
             path.prompt_tokens.checked(len(keys) * settings.group(group)[1])
-        known = self._known_alone if settings.stands_alone(group) else self._follow
+        known = self._known_independent if settings.is_independent(group) else self._follow
         return known(keys, first, group)
 
     def _follow(self, keys: Sequence[Key], first: int, group: int) -> list[int]:
         """The nodes of the leading chunks of `keys[first:]`, of `group`, that are in the index."""
-        pool, index = self._transfers.settings.pool_of(group), self._state.index
+        size_class, index = self._transfers.settings.size_class_of(group), self._state.index
         path = index.follow(keys, first)
-        self._state.check_pool([*path[:1], index.get(keys[first - 1]) if first else ROOT], pool)
+        self._state.check_size_class([*path[:1], index.get(keys[first - 1]) if first else ROOT], size_class)
         return path
 
-    def _known_alone(self, keys: Sequence[Key], first: int, group: int) -> list[int]:
-        """The nodes of `keys`, which stand alone, from the first on that the chunk at `first` needs; `ROOT` if none."""
+    def _known_independent(self, keys: Sequence[Key], first: int, group: int) -> list[int]:
+        """The nodes of independent `keys`, from the first on that the chunk at `first` needs; `ROOT` if none."""
         kind, size = self._transfers.settings.group(group)
-        nodes = self._state.index.find_alone(keys[kind.first_needed(first * size, size) :])
-        self._state.check_pool(nodes, self._transfers.settings.pool_of(group))
+        nodes = self._state.index.find_independent(keys[kind.first_needed(first * size, size) :])
+        self._state.check_size_class(nodes, self._transfers.settings.size_class_of(group))
         return nodes
 
     def _offload(
@@ -155,24 +155,24 @@ class Offloader:
             state.priorities.apply(path, there, retention, self._transfers.now)
         fresh = fresh[: self._worth(fresh, lacking, retention)]
         state.log.by = keys[lacking[0]] if lacking else None
-        pool = self._transfers.settings.pool_of(group)
+        size_class = self._transfers.settings.size_class_of(group)
         wait_for_room, stream = (each and self._offer_filter is None for each in (wait_for_room, stream))
         orphan = known > 0 and index.is_orphan(parent)
         needed = [parent, *path[known - first :]]
         count, waiting = self._admit(
-            len(fresh), needed, pool, orphan=orphan, wait_for_room=wait_for_room, stream=stream, path=fresh
+            len(fresh), needed, size_class, orphan=orphan, wait_for_room=wait_for_room, stream=stream, path=fresh
         )
         if wait_for_room and waiting:
             return ScheduledStore(None, retry=True)
         kept, accepted = lacking[count] if count < len(lacking) else len(keys), lacking[:count]
         later = lacking[count : count + waiting]
         if not count:
-            return ScheduledStore(None, kept=kept, known=there, later=later)
+            return ScheduledStore(None, kept=kept, already_stored=there, later=later)
         job, slots, parents = self._transfers.new_id(), list[int](), list[Key | None]()
         for start, end in runs_of(accepted):
             run = keys[accepted[start] : accepted[end - 1] + 1]
             parents += [keys[accepted[start] - 1] if accepted[start] else None, *run[:-1]]
-            slots += state.allocate(run, parents[start], job, pool)
+            slots += state.allocate(run, parents[start], job, size_class)
         if retention:
             nodes = [state.pools[0].node[slot] for slot in slots]
             state.priorities.apply(nodes, accepted, retention, self._transfers.now)
@@ -180,10 +180,10 @@ class Offloader:
         self._transfers.schedule(
             job, fresh[:count], parents, None, TierSlots(0, slots), sections=sections, command=blocks is not None
         )
-        addresses = Addresses(Slots(state.levels[0].name, pool, tuple(slots)))
+        addresses = Addresses(Slots(state.tier_names[0], size_class, tuple(slots)))
         return ScheduledStore(job, accepted, addresses, kept, there, later=later)
 
-    def _offload_alone(
+    def _offload_independent(
         self,
         keys: Sequence[Key],
         first: int,
@@ -195,12 +195,12 @@ class Offloader:
         prompt: int,
         wait_for_room: bool = False,
     ) -> ScheduledStore:
-        """`store` for chunks that stand alone. Chunks from position `prompt` on are not stored.
+        """`store` for independent chunks. Chunks from position `prompt` on are not stored.
 
         `nodes` are the nodes of the last chunks. Chunks in the last window get room first, and are evicted last.
         """
         state, kind, size = self._state, *self._transfers.settings.group(group)
-        in_window, pool = kind.first_needed(len(keys) * size, size), self._transfers.settings.pool_of(group)
+        in_window, size_class = kind.first_needed(len(keys) * size, size), self._transfers.settings.size_class_of(group)
         at = np.zeros(len(keys), np.int32)
         at[len(keys) - len(nodes) :] = as_i32(nodes)
         known = np.flatnonzero(at).tolist()
@@ -209,16 +209,16 @@ class Offloader:
         state.touch(window[::-1])
         state.windows.enter(window)
         self._retain(at, known, retention)
-        wanted = self._worth_alone(keys, fresh, prompt, retention)
+        wanted = self._worth_independent(keys, fresh, prompt, retention)
         state.log.by = keys[wanted[-1]] if wanted else None
-        pins = [state.pin(node) for node in window]
-        admitted, waiting = self._admit(len(wanted), (), pool, wait_for_room=wait_for_room)
-        for pin in pins:
-            state.unpin(pin)
+        refs = [state.add_ref(node) for node in window]
+        admitted, waiting = self._admit(len(wanted), (), size_class, wait_for_room=wait_for_room)
+        for ref in refs:
+            state.remove_ref(ref)
         if waiting:
             return ScheduledStore(None, retry=True)
         wanted = wanted[len(wanted) - admitted :]
-        job, slots = self._schedule_alone(keys, wanted, first, blocks, group)
+        job, slots = self._schedule_independent(keys, wanted, first, blocks, group)
         known = [position for position in known if state.index.key[at[position]] == keys[position]]
         at[wanted] = i32_view(state.pools[0].node)[as_i32(slots)]
         self._retain(at, wanted, retention)
@@ -226,18 +226,18 @@ class Offloader:
         state.windows.slide(at[there[there < in_window]].tolist())
         had = np.zeros(len(keys), bool)
         had[there] = True
-        addresses = Addresses(Slots(state.levels[0].name, pool, tuple(slots)))
+        addresses = Addresses(Slots(state.tier_names[0], size_class, tuple(slots)))
         lead, before = first + count_leading(had[first:]), tuple(known[bisect_left(known, first) :])
         return ScheduledStore(job, tuple(wanted), addresses, lead, before)
 
-    def _schedule_alone(
+    def _schedule_independent(
         self, keys: Sequence[Key], wanted: Sequence[int], first: int, blocks: Sequence[int] | None, group: int
     ) -> tuple[int | None, list[int]]:
         """Order the offload of the chunks at `wanted`, for which there is room; returns job and slots."""
         if not wanted:
             return None, []
         job, mine = self._transfers.new_id(), list(map(keys.__getitem__, wanted))
-        slots = self._state.allocate_alone(mine, job, self._transfers.settings.pool_of(group))
+        slots = self._state.allocate_independent(mine, job, self._transfers.settings.size_class_of(group))
         sections = () if blocks is None else self._sections(group, wanted, first, blocks)
         self._transfers.schedule(
             job, mine, [None] * len(mine), None, TierSlots(0, slots), sections=sections, command=blocks is not None
@@ -259,7 +259,7 @@ class Offloader:
             sections.append(Section(group, positions[start] * per_chunk, taken))
         return tuple(sections)
 
-    def _worth_alone(
+    def _worth_independent(
         self, keys: Sequence[Key], fresh: Sequence[int], prompt: int, retention: Sequence[Retention]
     ) -> list[int]:
         """Those of the ascending positions `fresh` that the write policy stores; the others are counted as dropped."""
@@ -315,25 +315,25 @@ class Offloader:
             return
         by = state.log.by
         state.log.by = state.index.key[chosen[0]]
-        pools: dict[int, list[int]] = {} if state.several_sizes else {0: chosen}
+        by_size_class: dict[int, list[int]] = {} if state.several_sizes else {0: chosen}
         for node in chosen if state.several_sizes else ():
-            pools.setdefault(state.index.pool_of(node), []).append(node)
-        for pool, nodes in pools.items():
+            by_size_class.setdefault(state.index.size_class_of(node), []).append(node)
+        for size_class, nodes in by_size_class.items():
             # The ancestors of chosen chunks are in this tier, too, or are needed below: none is evicted for them. Some
-            # of the chosen may be refused.
-            nbytes, allowed = state.pools[below].slabs.image_bytes[pool], self._allowed(below, nodes, pool)
-            room = self._room(below, len(allowed), pool)
+            # of the chosen may be rejected.
+            nbytes, allowed = state.pools[below].slabs.image_bytes[size_class], self._allowed(below, nodes, size_class)
+            room = self._room(below, len(allowed), size_class)
             chosen = [node for node in allowed if not state.backlog.waits_for_use(node)][:room]
             self._budgets[below].spend(len(chosen) * nbytes)
             self._copy_down(chosen, tier)
         state.log.by = by
 
-    def _allowed(self, tier: int, nodes: list[int], pool: int) -> list[int]:
+    def _allowed(self, tier: int, nodes: list[int], size_class: int) -> list[int]:
         """Those of `nodes`, of one size, that may be written to `tier`; the others are retried after their next use."""
-        if tier in self._transfers.refusing_tiers:
+        if tier in self._transfers.rejecting_tiers:
             granted, reason = 0, DropReason.TIER_OFF
         else:
-            nbytes = self._state.pools[tier].slabs.image_bytes[pool]
+            nbytes = self._state.pools[tier].slabs.image_bytes[size_class]
             granted, reason = self._budgets[tier].allows(self._transfers.now, len(nodes), nbytes), DropReason.RATE_LIMIT
         if granted == len(nodes):
             return nodes
@@ -351,7 +351,7 @@ class Offloader:
         self,
         wanted: int,
         needed: Sequence[int],
-        pool: int,
+        size_class: int,
         *,
         orphan: bool = False,
         wait_for_room: bool = False,
@@ -362,35 +362,35 @@ class Offloader:
 
         Returns for how many there is room, and for how many it is being made.
 
-        `path` are their keys, unless they stand alone; the nodes `needed` are not evicted. The policy of the only tier,
-        or of the coldest, admits chunks. An `orphan` and its descendants take free slots only, because they are evicted
-        first. With `wait_for_room`, while room is being made for all of them, or for as many as the tier has slots,
-        nothing is counted and there is room for none. For those that a `stream` waits for, nothing is counted.
+        `path` are their keys, unless they are independent; the nodes `needed` are not evicted. The policy of the only
+        tier, or of the coldest, admits chunks. An `orphan` and its descendants take free slots only, because they are
+        evicted first. With `wait_for_room`, while room is being made for all of them, or for as many as the tier has
+        slots, nothing is counted and there is room for none. For those that a `stream` waits for, nothing is counted.
         """
         state = self._state
         if not wanted:
             return 0, 0
         wait_for_room, stream = (each and not orphan and bool(state.coldest) for each in (wait_for_room, stream))
-        nbytes, pins = state.pools[0].slabs.image_bytes[pool], [state.pin(node) for node in needed if node]
+        nbytes, refs = state.pools[0].slabs.image_bytes[size_class], [state.add_ref(node) for node in needed if node]
         asked = wanted
         if self._asks_all and path and not orphan:
-            wanted = self._promising(path, pool)
+            wanted = self._promising(path, size_class)
         once = min(wanted, state.total_room(0))
-        again = wait_for_room and self._room(0, once, pool, observes=False) < once and self._may_get_room(0)
+        again = wait_for_room and self._room(0, once, size_class, observes=False) < once and self._may_get_room(0)
         granted = 0 if again else self._budgets[0].allows(self._transfers.now, wanted, nbytes)
         allowed = min(granted, max(0, self._transfers.settings.max_writes - self._transfers.writing[0]))
         if orphan:
-            room = min(allowed, state.pools[0].room(pool))
-        elif self._uses_admission and path and allowed > state.pools[0].room(pool):
+            room = min(allowed, state.pools[0].room(size_class))
+        elif self._uses_admission and path and allowed > state.pools[0].room(size_class):
 
             def make_room(most: int) -> int:
-                return self._transfers.evictor.make_room(0, most, pool, spare_dirty=False)
+                return self._transfers.evictor.make_room(0, most, size_class, spare_dirty=False)
 
             room = state.policies[0].admit(path[:allowed], make_room)
         else:
-            room = self._room(0, allowed, pool, waits=wait_for_room or stream) if allowed else 0
-        for pin in pins:
-            state.unpin(pin)
+            room = self._room(0, allowed, size_class, waits=wait_for_room or stream) if allowed else 0
+        for ref in refs:
+            state.remove_ref(ref)
         if again:
             return 0, wanted
         waiting = granted - room if stream and (room or self._may_get_room(0)) else 0
@@ -403,23 +403,23 @@ class Offloader:
         self._budgets[0].spend(room * nbytes)
         return room, waiting
 
-    def _promising(self, path: Sequence[Key], pool: int) -> int:
+    def _promising(self, path: Sequence[Key], size_class: int) -> int:
         """How many leading chunks of `path` host memory stores.
 
         For those, it has room, or chunks of any tier that promise fewer hits make room for them, now or when others
         were copied down.
         """
         evictor, writing, policy = self._transfers.evictor, self._transfers.writing, self._state.policies[-1]
-        room = evictor.make_room(0, len(path), pool, spare_dirty=True)
+        room = evictor.make_room(0, len(path), size_class, spare_dirty=True)
         if room == len(path):
             return room
 
         def make_room(most: int) -> int:
-            found = evictor.make_room(0, most, pool, spare_dirty=True, ahead=False)
+            found = evictor.make_room(0, most, size_class, spare_dirty=True, ahead=False)
             if found < most:
                 self._back_up(0, most - found)
-                found = evictor.make_room(0, most, pool, spare_dirty=True, ahead=False)
-            return min(most, found + writing[1] + self._state.pools[-1].room(pool))
+                found = evictor.make_room(0, most, size_class, spare_dirty=True, ahead=False)
+            return min(most, found + writing[1] + self._state.pools[-1].room(size_class))
 
         return max(room, policy.admit(path, make_room, least=0))
 
@@ -437,16 +437,16 @@ class Offloader:
         return worth
 
     def _room(
-        self, tier: int, count: int, pool: int, *, ahead: bool = True, waits: bool = False, observes: bool = True
+        self, tier: int, count: int, size_class: int, *, ahead: bool = True, waits: bool = False, observes: bool = True
     ) -> int:
-        """Make room for up to `count` chunks of `pool` in `tier`; returns for how many.
+        """Make room for up to `count` chunks of `size_class` in `tier`; returns for how many.
 
         Dirty chunks are copied down first, if the tier below can make room, and not evicted while copies are in flight.
         A caller that `waits` for room drops no chunk if it is short, so the reserve does not grow. Without `observes`,
         the call does not change the reserve.
         """
         state = self._state
-        room = self._transfers.evictor.make_room(tier, count, pool, spare_dirty=True, ahead=ahead)
+        room = self._transfers.evictor.make_room(tier, count, size_class, spare_dirty=True, ahead=ahead)
         if (
             observes
             and not self._transfers.settings.stores_wait
@@ -457,7 +457,7 @@ class Offloader:
         if room < count and tier < state.coldest:
             self._back_up(tier, count - room)
             room = self._transfers.evictor.make_room(
-                tier, count, pool, spare_dirty=self._is_copying_down(tier), ahead=ahead
+                tier, count, size_class, spare_dirty=self._is_copying_down(tier), ahead=ahead
             )
         return room
 

@@ -132,8 +132,8 @@ class PartialPrefixes:
         wanted = prompt_tokens.chunk(position, chunk_tokens)[: chunk_tokens - 1]
         for key, tokens in prompt_tokens.beside.get(before, ()):
             best = _better(best, Partial(key, _common(as_ids(tokens), wanted), device=True))
-        reachable = self._index.reachable
-        nodes = [node for node in islice(self._children(before), MAX_COMPARED) if reachable[node] == ROOTED]
+        loadable = self._index.loadable
+        nodes = [node for node in islice(self._children(before), MAX_COMPARED) if loadable[node] == ROOTED]
         if nodes and len(wanted):
             equal = self._tokens[nodes, : len(wanted)] == wanted
             common = np.where(equal.all(axis=1), len(wanted), equal.argmin(axis=1))

@@ -62,7 +62,7 @@ FREE, FILLING, READY, DRAINING = range(len(STATES))
 _LEGAL = bytes((before, after) in EDGES for before in STATES for after in STATES)
 
 
-def step(state: int, to: int, where: str = "") -> int:
+def transition(state: int, to: int, where: str = "") -> int:
     """`to`, if the table has the edge; raises `StateError` otherwise. Both are indices into `STATES`."""
     if not _LEGAL[state * len(STATES) + to]:
         raise StateError(f"{where}a slot cannot go from {STATES[state].value} to {STATES[to].value}")
@@ -76,7 +76,7 @@ _TICKS, _LAST_TICK = 16, 2**31 - 1
 class SlotPool:
     """Slots of one image size, indexed from zero; the lowest free index is allocated first at start.
 
-    `slab_pool.SlabPool` has slots of several sizes. The parameters `pool` are for these; here they are 0.
+    `slab_pool.SlabPool` has slots of several sizes. The parameters `size_class` are for these; here they are 0.
     """
 
     __slots__ = (
@@ -130,36 +130,36 @@ class SlotPool:
         """Bytes of these."""
         return self.used * self.slabs.slab_bytes
 
-    def used_by(self, pool: int) -> tuple[int, int]:
-        """Slabs assigned to `pool`, and their slots that are not free."""
+    def used_by(self, size_class: int) -> tuple[int, int]:
+        """Slabs assigned to `size_class`, and their slots that are not free."""
         return self.used, self.used
 
-    def room(self, pool: int = 0) -> int:
-        """Number of slots of `pool` available."""
+    def room(self, size_class: int = 0) -> int:
+        """Number of slots of `size_class` available."""
         return len(self._free)
 
-    def pool_of(self, index: int) -> int:
-        """The pool of a slot that is not free."""
+    def size_class_of(self, index: int) -> int:
+        """The size class of a slot that is not free."""
         return 0
 
-    def pools_of(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.integer[Any]]:
+    def size_classes_of(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.integer[Any]]:
         """The same for slots `at`."""
         return np.zeros(len(at), np.int32)
 
-    def allocate(self, count: int, pool: int = 0) -> list[int]:
-        """Allocate `count` slots of `pool`, to be filled. Raises `CapacityError` with nothing changed."""
+    def allocate(self, count: int, size_class: int = 0) -> list[int]:
+        """Allocate `count` slots of `size_class`, to be filled. Raises `CapacityError` with nothing changed."""
         if count < 0:
             raise CacheError(f"{self.where}cannot allocate {count} slots")
-        if count > self.room(pool):
-            free = f"{self.room(pool)} of {self.capacity} are free"
+        if count > self.room(size_class):
+            free = f"{self.room(size_class)} of {self.capacity} are free"
             raise CapacityError(f"{self.where}cannot allocate {count} slots: {free}")
-        taken = self._take(count, pool)
+        taken = self._take(count, size_class)
         self.move_all(taken, FREE, FILLING)
         return taken
 
     def move_all(self, indices: Sequence[int] | npt.NDArray[np.int32], before: int, to: int) -> None:
         """Change the state of slots that are all in state `before`."""
-        state, after, at = u8_view(self.state), step(before, to, self.where), as_i32(indices)
+        state, after, at = u8_view(self.state), transition(before, to, self.where), as_i32(indices)
         if state[at].tobytes().count(before) < len(at):
             index = next(index for index in at.tolist() if state[index] != before)
             found = STATES[state[index]].value
@@ -167,16 +167,16 @@ class SlotPool:
         state[at] = after
 
     def claim(
-        self, indices: Sequence[int] | npt.NDArray[np.int64], pools: Sequence[int] | npt.NDArray[np.int64]
+        self, indices: Sequence[int] | npt.NDArray[np.int64], size_classes: Sequence[int] | npt.NDArray[np.int64]
     ) -> None:
-        """Allocate recovered slots of `pools`, the most recently used one last; all or none."""
+        """Allocate recovered slots of `size_classes`, the most recently used one last; all or none."""
         at = np.asarray(indices, np.int64)
         bad = (at < 0) | (at >= self.capacity)
         bad[~bad] = u8_view(self.state)[at[~bad]] != FREE
         if bad.any() or has_duplicates(at):
             wrong = (at[bad] if bad.any() else at).tolist()
             raise CacheError(f"{self.where}expected free, distinct slots below {self.capacity}, got {wrong[:9]}")
-        self._claim(at, np.asarray(pools, np.int64))
+        self._claim(at, np.asarray(size_classes, np.int64))
         self.move_all(at.astype(np.int32), FREE, READY)
         i32_view(self.written)[at] = 0
 
@@ -227,7 +227,7 @@ class SlotPool:
 
     def move(self, index: int, to: int) -> None:
         """Change the state of a slot; raises `StateError` for an edge that the table does not have."""
-        self.state[index] = step(self.state[index], to, self.where)
+        self.state[index] = transition(self.state[index], to, self.where)
         if to == FREE:
             self.node[index] = 0
             self._give_back(array("i", (index,)))
@@ -301,7 +301,7 @@ class SlotPool:
         busy = set(taken)
         self._free = FreeList(array("i", [i for i in range(self.capacity - 1, -1, -1) if i not in busy]))
 
-    def _take(self, count: int, pool: int) -> list[int]:
+    def _take(self, count: int, size_class: int) -> list[int]:
         """Remove `count` slots from the free list, which has as many."""
         return self._free.take(count).tolist()[::-1]
 
@@ -309,10 +309,10 @@ class SlotPool:
         """Add slots to the free list."""
         self._free.give(indices)
 
-    def _claim(self, at: npt.NDArray[np.int64], pools: npt.NDArray[np.int64]) -> None:
-        """Remove the free slots `at` from the free list. Raises `CacheError` for another pool."""
-        if pools.any():
-            raise CacheError(f"expected pool 0, as there is one image size; got pools {np.unique(pools).tolist()}")
+    def _claim(self, at: npt.NDArray[np.int64], size_classes: npt.NDArray[np.int64]) -> None:
+        """Remove the free slots `at` from the free list. Raises `CacheError` for another size class."""
+        if size_classes.any():
+            raise CacheError(f"expected size class 0, as all images have one size; got {np.unique(size_classes)}")
         wanted, free = np.zeros(self.capacity, bool), i32_view(array("i", self._free))
         wanted[at] = True
         self._free = FreeList(array("i", free[~wanted[free]].tobytes()))

@@ -85,7 +85,7 @@ class Priorities:
             if len(mine):
                 self._set(mine, each.priority, None if each.seconds is None else now + each.seconds)
                 for band in self._bands if each.priority != DEFAULT_PRIORITY else ():
-                    band.refuses = False  # expected hits are not comparable across priorities
+                    band.rejects = False  # expected hits are not comparable across priorities
         self._move(at[which >= 0])
 
     def expire(self, now: float) -> None:

@@ -64,7 +64,7 @@ class RecomputeGate:
         prefill_speed: Prompt tokens that the engine computes per second; 0: measure it.
 
     Attributes:
-        refused: Chunks that a tier had, recomputed because that is faster.
+        recomputed: Chunks that a tier had, and that were recomputed because that is faster.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class RecomputeGate:
         self._chunk_tokens, self._chunk_bytes, self._explore = chunk_tokens, chunk_bytes, explore
         self._prefill = _LeastSquares(3)
         self._try_budget = 0.0
-        self.refused = 0
+        self.recomputed = 0
         self._prefill_is_given = prefill_speed > 0
         if self._prefill_is_given:
             self._prefill.fix((0.0, 1 / prefill_speed, 0.0))
@@ -178,9 +178,9 @@ class RecomputeGate:
     def worth_loading(
         self, context: int, runs: Sequence[Run], now: float, *, least: int = 0, for_prefetch: bool = False
     ) -> int:
-        """`chunks_to_load` for a request: leading chunks in host memory are always loaded, and refusals are counted.
+        """`chunks_to_load` for a request: leading chunks in host memory are always loaded, and others are counted.
 
-        `least`: chunks that are loaded in any case. `for_prefetch`: the request is looked up again: refused chunks are
+        `least`: chunks that are loaded in any case. `for_prefetch`: the request is looked up again: other chunks are
         not counted, and no load is tried.
         """
         total = sum(run.num_chunks for run in runs)
@@ -188,7 +188,7 @@ class RecomputeGate:
         if at_hand >= total:
             return total
         count = max(at_hand, self.chunks_to_load(context, runs, now, tries=not for_prefetch))
-        self.refused += 0 if for_prefetch else total - count
+        self.recomputed += 0 if for_prefetch else total - count
         return count
 
     def chunks_to_load(
@@ -246,7 +246,7 @@ class RecomputeGate:
 
     def _route(self, tier: str) -> _RouteModel:
         if tier not in self._routes:
-            raise CacheError(f"the gate knows the tiers {', '.join(self._routes)}, got {tier!r}")
+            raise CacheError(f"expected a tier of {list(self._routes)}, got {tier!r}")
         return self._routes[tier]
 
     def _gain(

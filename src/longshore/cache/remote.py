@@ -8,7 +8,7 @@ No call waits for an answer. A lookup uses the answers known; the engine may rep
 Admission. How full a store is, and what it removes for a new chunk, is not known. That a chunk which was stored is
 absent says that the store is full, and for how many requests it keeps a chunk that is not read. From then on, it gets
 chunks that are expected to bring, for their time, at least the hits of an average chunk of that age, by the tables of
-the warmest tier. Others are offered again when they are used again.
+the host tier. Others are offered again when they are used again.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ class RemoteTiers:
         """Callers skip all other methods if there is none."""
         self._seen = [OfferFilter(rule.threshold, OFFER_FILTER_SIZE) if rule.selective else None for rule in rules]
         self._late = [rule.policy is WritePolicy.BACK for rule in rules]
-        """Which tiers get what is about to be evicted from the warmest, and nothing else."""
+        """Which tiers get what is about to be evicted from the host tier, and nothing else."""
         self._queues: list[deque[Key]] = [deque() for _ in tiers]
         """Chunks to store in each tier, heads first."""
         self._in_flight: dict[int, tuple[RemoteKeys, Job]] = {}
@@ -253,7 +253,7 @@ class RemoteTiers:
         With `probe`, keys after these without a valid answer are probed.
         """
         if end and not self._state.index.get(keys[end - 1]):
-            return 0, ()  # the chunk before is in no own tier, so these would not be reachable
+            return 0, ()  # the chunk before is in no own tier, so these would not be loadable
         known = 0
         while end + known < len(keys) and self.has(keys[end + known]) and not self._state.index.get(keys[end + known]):
             known += 1
@@ -296,8 +296,10 @@ class RemoteTiers:
 
     # ------------------------------------------------------------------ fetching
 
-    def fetch(self, keys: Sequence[Key], end: int, path: Sequence[int], pool: int, deadline: float) -> tuple[int, ...]:
-        """Read chunks after `keys[:end]` that remote tiers are known to have into `pool` of the warmest tier.
+    def fetch(
+        self, keys: Sequence[Key], end: int, path: Sequence[int], size_class: int, deadline: float
+    ) -> tuple[int, ...]:
+        """Read chunks of `size_class` after `keys[:end]`, which remote tiers are known to have, into the host tier.
 
         `path` are the nodes of chunks after these that are in flight already. Returns all jobs, also of these. No
         dirty chunk is evicted for it.
@@ -306,40 +308,44 @@ class RemoteTiers:
         known, _ = self.look(keys, begin)
         before, index = keys[begin - 1] if begin else None, self._state.index
         kept = () if before is None else (index.get(before),)
-        return self._fetch(keys[begin : begin + known], path, kept, pool, deadline, before=before)
+        return self._fetch(keys[begin : begin + known], path, kept, size_class, deadline, before=before)
 
-    def fetch_alone(self, keys: Sequence[Key], nodes: Sequence[int], pool: int, deadline: float) -> tuple[int, ...]:
-        """`fetch` for `keys` that stand alone, with these `nodes`. The last ones get room first."""
+    def fetch_independent(
+        self, keys: Sequence[Key], nodes: Sequence[int], size_class: int, deadline: float
+    ) -> tuple[int, ...]:
+        """`fetch` for independent `keys`, with these `nodes`. The last ones get room first."""
         absent = [key for key, node in zip(keys, nodes, strict=True) if not node]
         self.ask([key for key in absent if not self.has(key)])
-        return self._fetch([key for key in absent if self.has(key)], nodes, nodes, pool, deadline, alone=True)
+        return self._fetch(
+            [key for key in absent if self.has(key)], nodes, nodes, size_class, deadline, independent=True
+        )
 
     def _fetch(
         self,
         wanted: Sequence[Key],
         path: Sequence[int],
         kept: Sequence[int],
-        pool: int,
+        size_class: int,
         deadline: float,
         *,
         before: Key | None = None,
-        alone: bool = False,
+        independent: bool = False,
     ) -> tuple[int, ...]:
         """Read `wanted`, after the key `before`, as far as there is room while the nodes `kept` are not evicted."""
         state, writer, transfers = self._state, self._state.pools[0].writer, self._transfers
         jobs = dict.fromkeys(writer[slot] for node in path if node and (slot := state.index.slot[0][node]) in writer)
-        state.log.by = wanted[-1 if alone else 0] if wanted else None
-        pins = [state.pin(node) for node in kept if node and wanted]
-        room = transfers.evictor.make_room(0, len(wanted), pool, spare_dirty=True)
-        for pin in pins:
-            state.unpin(pin)
-        for tier, batch in self._batches(wanted[len(wanted) - room :] if alone else wanted[:room]):
+        state.log.by = wanted[-1 if independent else 0] if wanted else None
+        refs = [state.add_ref(node) for node in kept if node and wanted]
+        room = transfers.evictor.make_room(0, len(wanted), size_class, spare_dirty=True)
+        for ref in refs:
+            state.remove_ref(ref)
+        for tier, batch in self._batches(wanted[len(wanted) - room :] if independent else wanted[:room]):
             job = transfers.new_id()
             above: list[Key | None] = [None] * len(batch)
-            if alone:
-                slots = state.allocate_alone(batch, job, pool)
+            if independent:
+                slots = state.allocate_independent(batch, job, size_class)
             else:
-                above, slots = [before, *batch[:-1]], state.allocate(batch, before, job, pool)
+                above, slots = [before, *batch[:-1]], state.allocate(batch, before, job, size_class)
                 before = batch[-1]
             record = transfers.schedule(
                 job, batch, above, None, TierSlots(0, slots), remote=tier.name, deadline=deadline, prefetch=True
@@ -378,30 +384,30 @@ class RemoteTiers:
     def _admitted(self, at: int, keys: list[Key]) -> list[Key]:
         """Those of `keys`, heads first, that promise no less than what the tier removes for them; counts the others.
 
-        After a chunk that is left out, or is not in the warmest tier, none is admitted.
+        After a chunk that is left out, or is not in the host tier, none is admitted.
         """
         tier, index, policy = self.tiers[at], self._state.index, self._state.policies[0]
-        if not keys or tier.keeps is None or not self._refuses(at):
+        if not keys or tier.keeps is None or not self._rejects(at):
             return keys
-        nodes, left_out, admitted, refused = index.find(keys), set[int](), list[Key](), 0
+        nodes, left_out, admitted, rejected = index.find(keys), set[int](), list[Key](), 0
         for key, node, enough in zip(keys, nodes, policy.outrank(nodes, tier.keeps).tolist(), strict=True):
             there = not node or index.is_ready(node, 0)
             if there and (enough or not node) and index.parent[node] not in left_out:
                 admitted.append(key)
             else:
                 left_out.add(node)
-                refused += there
+                rejected += there
         if not self._late[at]:  # else the same chunks are offered until they are evicted
-            self._drop(tier, refused, DropReason.ADMISSION)
+            self._drop(tier, rejected, DropReason.ADMISSION)
         return admitted
 
-    def _refuses(self, at: int) -> bool:
-        """Whether the tier may be refused chunks for what they promise, so that they are offered again when used."""
-        is_on = self._transfers.settings.admission and self._state.policies[0].refuses
+    def _rejects(self, at: int) -> bool:
+        """Whether the tier may be denied chunks that promise too few hits; they are offered again when used."""
+        is_on = self._transfers.settings.admission and self._state.policies[0].rejects
         return is_on and self.tiers[at].keeps is not None
 
     def _leaving(self, arrived: int) -> list[Key]:
-        """What the warmest tier would evict for twice as many chunks as have `arrived`."""
+        """What the host tier would evict for twice as many chunks as have `arrived`."""
         state = self._state
         lacking = min(2 * arrived - state.pools[0].room(), _MOST_AHEAD)
         return [state.index.key[node] for node in state.policies[0].next_victims(lacking)] if lacking > 0 else []
@@ -409,7 +415,7 @@ class RemoteTiers:
     def found(self, keys: Sequence[Key]) -> None:
         """Chunks of a path were found by a lookup, which counts for selective write policies."""
         for at, (seen, late) in enumerate(zip(self._seen, self._late, strict=True)):
-            if not late and (seen is not None or self._refuses(at)):
+            if not late and (seen is not None or self._rejects(at)):
                 self._send(at, keys if seen is None else keys[: seen.leading(keys)])
 
     def proceed(self) -> None:
@@ -427,12 +433,12 @@ class RemoteTiers:
                 self._store_some(tier, [queue.popleft() for _ in range(count)])
 
     def _store_some(self, tier: RemoteKeys, keys: Sequence[Key]) -> None:
-        """Order a store of those of `keys` that are in the warmest tier, and not known to be in the remote one."""
+        """Order a store of those of `keys` that are in the host tier, and not known to be in the remote one."""
         index, pool = self._state.index, self._state.pools[0]
         # A chunk that was found missing may have been queued twice.
         wanted = [key for key in dict.fromkeys(keys) if not tier.has(key)]
         nodes = [node for node in index.find(wanted) if index.depth[node] >= 0 and index.is_ready(node, 0)]
-        if len(nodes) < len(wanted):  # evicted from the warmest tier since, or orphans
+        if len(nodes) < len(wanted):  # evicted from the host tier since, or orphans
             here = set(index.key[nodes].tolist())
             gone = [key for key in wanted if key not in here]
             tier.unmark_sent(gone)

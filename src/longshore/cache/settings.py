@@ -212,7 +212,7 @@ class PrefetchPolicy(enum.Enum):
     TIMEOUT = "timeout"  # until all chunks have arrived, at most the given seconds
 
 
-def seconds(given: float | None, usual: float) -> float:
+def timeout_of(given: float | None, usual: float) -> float:
     """The seconds `given`, or `usual` if `None`. Raises `CacheError` unless they are positive."""
     if given is None:
         return usual
@@ -231,13 +231,13 @@ class CacheSettings:
             is of several groups.
         partial: Whether the tokens of chunks that `store` gets are kept, for partial matches. Requires `groups`.
         ranks: How many ranks hold a part of each image, and report each job.
-        offload: Write policy device -> warmest tier.
+        offload: Write policy device -> host tier.
         backup: Write policy of each tier -> the next colder one.
         threshold: Offers or uses of a chunk before a selective write policy copies it.
         into: Write rules of routes with other rules, by name of the destination tier.
-        admission: Whether full tiers refuse chunks with fewer expected hits than those to evict for them, if the policy
+        admission: Whether full tiers reject chunks with fewer expected hits than those to evict for them, if the policy
             of the coldest has expected hits, and remote tiers that have lost chunks are not sent such. Host
-            memory refuses none if there are remote tiers, or with `is_served`.
+            memory rejects none if there are remote tiers, or with `is_served`.
         is_served: Whether other engines read what the tiers have.
         stores_wait: Whether the engine offers chunks again for which there was no room. Such a store loses nothing, so
             write-back keeps a sixteenth of a tier clean instead of a quarter, and no reserve beyond that.
@@ -256,7 +256,7 @@ class CacheSettings:
         remote_events: Whether events tell of copies in remote tiers, too.
         device_blocks: Blocks of the device pool, to check block numbers; `None` leaves that to the data plane.
         self_test_key: The chunk of the self-test, which no hit, route or event counts.
-        pools: The pool, that is the image size, of the chunks of each KV cache group; if empty, pool 0 for all.
+        size_classes: The number of the image size of the chunks of each KV cache group; if empty, 0 for all.
     """
 
     blocks_per_chunk: int = 1
@@ -285,7 +285,7 @@ class CacheSettings:
     remote_events: bool = False
     device_blocks: int | None = None
     self_test_key: Key | None = None
-    pools: tuple[int, ...] = ()
+    size_classes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("blocks_per_chunk", "ranks", "max_writes", "max_probes"):
@@ -305,7 +305,7 @@ class CacheSettings:
     def rules(self, tiers: Sequence[str], remote: Sequence[str] = ()) -> tuple[WriteRule, ...]:
         """The write rule of the route into each of `tiers`, warmest first, and into each of the `remote` ones.
 
-        Write-back into a remote tier is a copy of what is about to be evicted from the warmest, as far as there is
+        Write-back into a remote tier is a copy of what is about to be evicted from the host tier, as far as there is
         time: what a remote tier has cannot be counted on, so nothing waits for the copy.
         """
         names = [*tiers, *remote]
@@ -340,16 +340,16 @@ class CacheSettings:
         """Tokens kept of each chunk: those of the longest chunk, or none."""
         return max((self.group(index)[1] for index in range(len(self.groups))), default=0) if self.partial else 0
 
-    def stands_alone(self, index: int) -> bool:
-        """Whether chunks of this group stand alone; false without `groups`."""
-        return bool(self.groups) and self.group(index)[0].alone
+    def is_independent(self, index: int) -> bool:
+        """Whether chunks of this group are independent; false without `groups`."""
+        return bool(self.groups) and self.group(index)[0].is_independent
 
-    def pool_of(self, group: int) -> int:
-        """The pool of the chunks of a group. Raises `CacheError` for an unknown group."""
-        if group < 0 or (self.pools and group >= len(self.pools)):
-            most = f"in [0, {len(self.pools)})" if self.pools else "of 0 or more"
+    def size_class_of(self, group: int) -> int:
+        """The size class of the chunks of a group. Raises `CacheError` for an unknown group."""
+        if group < 0 or (self.size_classes and group >= len(self.size_classes)):
+            most = f"in [0, {len(self.size_classes)})" if self.size_classes else "of 0 or more"
             raise CacheError(f"expected a group {most}, got {group}")
-        return self.pools[group] if self.pools else 0
+        return self.size_classes[group] if self.size_classes else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -371,13 +371,13 @@ class CacheGroup:
             raise CacheError(f"expected block_size of at least 1, and window or recurrent, not both; got {self}")
 
     @property
-    def alone(self) -> bool:
-        """Whether a chunk can be used without those before it, and stands alone in the tiers."""
+    def is_independent(self) -> bool:
+        """Whether a chunk can be used without those before it: each is evicted by itself."""
         return self.recurrent or self.window is not None
 
     def first_needed(self, tokens: int, chunk_tokens: int) -> int:
         """The first chunk that is needed after `tokens` tokens, of `chunk_tokens` each."""
-        if not self.alone:
+        if not self.is_independent:
             return 0
         return max(0, tokens - (self.window or 1)) // chunk_tokens
 
@@ -387,7 +387,7 @@ class TierSpec:
     """One own tier: its name, its slots, the bytes of one image, and its eviction policy.
 
     With several image sizes, `slots` are the `Slabs` of the tier, and `image_bytes` is not given. A tier that
-    `outlives` the process gets `Discard` commands, so that the next process does not recover removed chunks.
+    `outlives` the process gets `DeleteRecords` commands, so that the next process does not recover removed chunks.
     """
 
     name: str

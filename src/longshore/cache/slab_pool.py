@@ -1,11 +1,11 @@
-"""Slots of several image sizes: slabs, each assigned to one size, a *pool*, while one of its slots is not free.
+"""Slots of several image sizes: slabs, each assigned to one size, a *size class*, while one of its slots is not free.
 
     slab     0          1          2          3
-    pool     A          B          A          unassigned
+    size class     A          B          A          unassigned
     slots    x x x ·    x -        · x x x    -
 
-A pool allocates from its own slabs first, the one assigned last, then from an unassigned one. The last use of each slab
-is known: the least recently used slab is reclaimed first for another size.
+A size class allocates from its own slabs first, the one assigned last, then from an unassigned one. The last use of
+each slab is known: the least recently used slab is reclaimed first for another size.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from longshore.cache.pool import FREE, SlotPool
 from longshore.errors import CacheError
 
 NOBODY = 255
-"""The pool of an unassigned slab."""
+"""The size class of an unassigned slab."""
 
 _NONE = -1
 
@@ -62,45 +62,45 @@ class SlabPool(SlotPool):
     def used_bytes(self) -> int:
         """Bytes of these."""
         sizes = self.slabs.image_bytes
-        return sum(taken * sizes[pool] for taken, pool in zip(self._taken, self.owner, strict=True) if taken)
+        return sum(taken * sizes[owner] for taken, owner in zip(self._taken, self.owner, strict=True) if taken)
 
-    def used_by(self, pool: int) -> tuple[int, int]:
-        """Slabs assigned to `pool`, and their slots that are not free."""
-        taken = [count for count, owner in zip(self._taken, self.owner, strict=True) if owner == pool]
+    def used_by(self, size_class: int) -> tuple[int, int]:
+        """Slabs assigned to `size_class`, and their slots that are not free."""
+        taken = [count for count, owner in zip(self._taken, self.owner, strict=True) if owner == size_class]
         return len(taken), sum(taken)
 
-    def room(self, pool: int = 0) -> int:
-        """Number of slots of `pool` available, in its slabs and in unassigned ones."""
-        return self._open[pool] + len(self._spare) * self.slabs.images[pool]
+    def room(self, size_class: int = 0) -> int:
+        """Number of slots of `size_class` available, in its slabs and in unassigned ones."""
+        return self._open[size_class] + len(self._spare) * self.slabs.images[size_class]
 
     def shortage(self, wanted: Mapping[int, int]) -> tuple[int, int]:
-        """A pool that lacks slots if `wanted`, by pool, are allocated together, and how many; 0 if none does."""
+        """A size class that lacks slots if `wanted`, by size class, are allocated together, and how many; 0 if none."""
         spare = len(self._spare)
-        for pool, count in sorted(wanted.items()):
-            images = self.slabs.images[pool]
-            begun = max(0, -(-(count - self._open[pool]) // images))
+        for size_class, count in sorted(wanted.items()):
+            images = self.slabs.images[size_class]
+            begun = max(0, -(-(count - self._open[size_class]) // images))
             if begun > spare:
-                return pool, count - self._open[pool] - spare * images
+                return size_class, count - self._open[size_class] - spare * images
             spare -= begun
         return 0, 0
 
-    def leading(self, pools: Sequence[int]) -> int:
-        """How many leading slots, one of each of `pools`, can be allocated together."""
+    def leading(self, size_classes: Sequence[int]) -> int:
+        """How many leading slots, one of each of `size_classes`, can be allocated together."""
         left, spare = list(self._open), len(self._spare)
-        for position, pool in enumerate(pools):
-            if not left[pool]:
+        for position, size_class in enumerate(size_classes):
+            if not left[size_class]:
                 if not spare:
                     return position
                 spare -= 1
-                left[pool] = self.slabs.images[pool]
-            left[pool] -= 1
-        return len(pools)
+                left[size_class] = self.slabs.images[size_class]
+            left[size_class] -= 1
+        return len(size_classes)
 
-    def pool_of(self, index: int) -> int:
-        """The pool of a slot that is not free."""
+    def size_class_of(self, index: int) -> int:
+        """The size class of a slot that is not free."""
         return self.owner[index // self.slabs.stride]
 
-    def pools_of(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.integer[Any]]:
+    def size_classes_of(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.integer[Any]]:
         """The same for slots `at`."""
         return u8_view(self.owner)[at // self.slabs.stride]
 
@@ -113,17 +113,17 @@ class SlabPool(SlotPool):
             self._ages.append(self.owner[slab], slab + LISTS)
             self._used_at[slab] = self._clock
 
-    def last_use(self, pool: int) -> float:
-        """Last use of the least recently used slab of `pool`; infinity if there is none."""
-        slab = self._ages.first(pool) - LISTS
+    def last_use(self, size_class: int) -> float:
+        """Last use of the least recently used slab of `size_class`; infinity if there is none."""
+        slab = self._ages.first(size_class) - LISTS
         return self._used_at[slab] if slab >= 0 else float("inf")
 
-    def slabs_of_others(self, pool: int) -> Iterator[tuple[int, int]]:
-        """Slabs of all other pools and their last uses, least recently used first. Not to be changed meanwhile."""
+    def slabs_of_others(self, size_class: int) -> Iterator[tuple[int, int]]:
+        """Slabs of other size classes and their last uses, least recently used first. Not to be changed meanwhile."""
         lists = (
             ((self._used_at[each - LISTS], each - LISTS) for each in self._ages.walk(other))
             for other in range(len(self.slabs.images))
-            if other != pool
+            if other != size_class
         )
         return ((slab, used) for used, slab in heapq.merge(*lists))
 
@@ -134,10 +134,10 @@ class SlabPool(SlotPool):
     # ------------------------------------------------------------------ which are free
 
     def _all_free(self, taken: Sequence[int]) -> None:
-        count, pools = self.slabs.slabs, len(self.slabs.images)
-        before = [self.pool_of(index) for index in taken]
+        count, size_classes = self.slabs.slabs, len(self.slabs.images)
+        before = [self.size_class_of(index) for index in taken]
         self.owner = bytearray([NOBODY]) * count
-        """The pool of each slab."""
+        """The size class of each slab."""
         self._taken = zeros(count)
         self._fresh = zeros(count)
         self._returned = array("i", [_NONE]) * count
@@ -145,34 +145,34 @@ class SlabPool(SlotPool):
         self._used_at = array("q", bytes(8 * count))
         self._clock = 0
         self._spare = array("i", range(count - 1, -1, -1))
-        self._open = [0] * pools
+        self._open = [0] * size_classes
         self._partial, self._ages = LinkedLists(LISTS + count), LinkedLists(LISTS + count)
         self._claim(taken, before)
 
-    def _take(self, count: int, pool: int) -> list[int]:
+    def _take(self, count: int, size_class: int) -> list[int]:
         taken: list[int] = []
         while len(taken) < count:
-            slab = self._partial.last(pool) - LISTS
+            slab = self._partial.last(size_class) - LISTS
             if slab < 0:
-                slab = self._begin(self._spare.pop(), pool)
+                slab = self._begin(self._spare.pop(), size_class)
             taken += self._take_from(slab, count - len(taken))
         return taken
 
-    def _begin(self, slab: int, pool: int) -> int:
-        """Assign `slab` to `pool`. It was unassigned, and was removed from the list of these."""
-        self.owner[slab] = pool
+    def _begin(self, slab: int, size_class: int) -> int:
+        """Assign `slab` to `size_class`. It was unassigned, and was removed from the list of these."""
+        self.owner[slab] = size_class
         self._fresh[slab], self._returned[slab] = 0, _NONE
-        self._open[pool] += self.slabs.images[pool]
-        self._partial.append(pool, slab + LISTS)
+        self._open[size_class] += self.slabs.images[size_class]
+        self._partial.append(size_class, slab + LISTS)
         self._clock += 1
         self._used_at[slab] = self._clock
-        self._ages.append(pool, slab + LISTS)
+        self._ages.append(size_class, slab + LISTS)
         return slab
 
     def _take_from(self, slab: int, count: int) -> list[int]:
         """At most `count` free slots of `slab`: the last freed first, then those never used."""
-        pool = self.owner[slab]
-        images, first = self.slabs.images[pool], slab * self.slabs.stride
+        size_class = self.owner[slab]
+        images, first = self.slabs.images[size_class], slab * self.slabs.stride
         taken: list[int] = []
         index = self._returned[slab]
         while index != _NONE and len(taken) < count:
@@ -184,7 +184,7 @@ class SlabPool(SlotPool):
         taken += range(first + fresh, first + fresh + more)
         self._fresh[slab] = fresh + more
         self._taken[slab] += len(taken)
-        self._open[pool] -= len(taken)
+        self._open[size_class] -= len(taken)
         if self._taken[slab] == images:
             self._partial.remove(slab + LISTS)
         return taken
@@ -193,32 +193,32 @@ class SlabPool(SlotPool):
         stride = self.slabs.stride
         for index in indices:
             slab = index // stride
-            pool = self.owner[slab]
-            images = self.slabs.images[pool]
+            size_class = self.owner[slab]
+            images = self.slabs.images[size_class]
             if self._taken[slab] == images:
-                self._partial.prepend(pool, slab + LISTS)
+                self._partial.prepend(size_class, slab + LISTS)
             self._taken[slab] -= 1
-            self._open[pool] += 1
+            self._open[size_class] += 1
             self._next[index] = self._returned[slab]
             self._returned[slab] = index
             if not self._taken[slab]:
                 self._end(slab)
 
     def _end(self, slab: int) -> None:
-        pool = self.owner[slab]
+        size_class = self.owner[slab]
         self._partial.remove(slab + LISTS)
         self._ages.remove(slab + LISTS)
-        self._open[pool] -= self.slabs.images[pool]
+        self._open[size_class] -= self.slabs.images[size_class]
         self.owner[slab] = NOBODY
         self._spare.append(slab)
 
-    def _claim(self, indices: Sequence[int] | _Numbers, pools: Sequence[int] | _Numbers) -> None:
-        at, of, images = np.asarray(indices, np.int64), np.asarray(pools, np.int64), np.array(self.slabs.images)
+    def _claim(self, indices: Sequence[int] | _Numbers, size_classes: Sequence[int] | _Numbers) -> None:
+        at, of, images = np.asarray(indices, np.int64), np.asarray(size_classes, np.int64), np.array(self.slabs.images)
         slab, position = np.divmod(at, self.slabs.stride)
         bad = (of < 0) | (of >= len(images))
         bad |= position >= images[np.where(bad, 0, of)]
         if bad.any():
-            raise CacheError(f"{self.where}pool {of[bad.argmax()]} has no slot {at[bad.argmax()]}")
+            raise CacheError(f"{self.where}size class {of[bad.argmax()]} has no slot {at[bad.argmax()]}")
         slabs, last, slab_of = np.unique(slab[::-1], return_index=True, return_inverse=True)
         last, slab_of = len(at) - 1 - last, slab_of[::-1]
         owner = u8_view(self.owner)[slab]
@@ -239,12 +239,12 @@ class SlabPool(SlotPool):
         spare = [slab for slab in reversed(last) if self.owner[slab] == NOBODY]
         self._spare = array("i", [*spare, *(slab for slab in self._spare if slab not in last)])
 
-    def _begin_all(self, slabs: _Numbers, pools: _Numbers, slots: _Numbers) -> None:
-        """Assign `slabs` to `pools`, the most recently used last; the ascending `slots` of them are not free."""
+    def _begin_all(self, slabs: _Numbers, size_classes: _Numbers, slots: _Numbers) -> None:
+        """Assign `slabs` to `size_classes`, the most recently used last; the ascending `slots` of them are not free."""
         if not len(slabs):
             return
         stride, images = self.slabs.stride, np.array(self.slabs.images)
-        u8_view(self.owner)[slabs] = pools
+        u8_view(self.owner)[slabs] = size_classes
         spare = i32_view(self._spare)
         self._spare = array("i", spare[u8_view(self.owner)[spare] == NOBODY].tobytes())
         times = np.frombuffer(self._used_at, np.int64)
@@ -252,7 +252,7 @@ class SlabPool(SlotPool):
         self._clock += len(slabs)
         is_free = np.zeros((len(slabs), stride), np.bool_)
         order = np.argsort(slabs)
-        rising, room = slabs[order], images[pools[order]]
+        rising, room = slabs[order], images[size_classes[order]]
         is_free[:] = np.arange(stride) < room[:, None]
         mine = slots[np.isin(slots // stride, rising)]
         is_free[np.searchsorted(rising, mine // stride), mine % stride] = False
@@ -267,15 +267,15 @@ class SlabPool(SlotPool):
         rows, heads = np.unique(row, return_index=True)
         first[rows] = left[heads]
         i32_view(self._returned)[rising] = first
-        for pool in range(len(images)):
-            own = pools[order] == pool
-            self._open[pool] += int(count[own].sum())
-            self._partial.prepend_all(pool, rising[own & (count > 0)] + LISTS)
-            self._ages.extend(pool, slabs[pools == pool] + LISTS)
+        for size_class in range(len(images)):
+            own = size_classes[order] == size_class
+            self._open[size_class] += int(count[own].sum())
+            self._partial.prepend_all(size_class, rising[own & (count > 0)] + LISTS)
+            self._ages.extend(size_class, slabs[size_classes == size_class] + LISTS)
 
     def _take_exactly(self, slab: int, wanted: set[int]) -> None:
-        pool = self.owner[slab]
-        free = self._take_from(slab, self.slabs.images[pool])
+        size_class = self.owner[slab]
+        free = self._take_from(slab, self.slabs.images[size_class])
         self._give_back(array("i", (index for index in reversed(free) if index not in wanted)))
 
     def _resize(self, slabs: int) -> None:
@@ -296,28 +296,28 @@ class SlabPool(SlotPool):
         counts = np.bincount(np.array(marked, np.int64) // stride, minlength=len(self.owner)).tolist()
         ends, spare = np.cumsum(counts).tolist(), set(self._spare)
         open_slots = [0] * len(images)
-        partial = [set(self._partial.walk(pool)) for pool in range(len(images))]
-        ages = [set(self._ages.walk(pool)) for pool in range(len(images))]
-        for pool in range(len(images)):
-            self._partial.check_integrity(pool)
-            self._ages.check_integrity(pool)
-        for slab, pool in enumerate(self.owner):
-            if (pool == NOBODY) != (counts[slab] == stride) or (pool == NOBODY) != (slab in spare):
-                raise CacheError(f"slab {slab} is of pool {pool}, with {counts[slab]} of {stride} slots free")
-            if pool == NOBODY:
+        partial = [set(self._partial.walk(size_class)) for size_class in range(len(images))]
+        ages = [set(self._ages.walk(size_class)) for size_class in range(len(images))]
+        for size_class in range(len(images)):
+            self._partial.check_integrity(size_class)
+            self._ages.check_integrity(size_class)
+        for slab, size_class in enumerate(self.owner):
+            if (size_class == NOBODY) != (counts[slab] == stride) or (size_class == NOBODY) != (slab in spare):
+                raise CacheError(f"slab {slab} of size class {size_class} has {counts[slab]} of {stride} slots free")
+            if size_class == NOBODY:
                 continue
             free = set(marked[ends[slab] - counts[slab] : ends[slab]])
-            slots = self.slabs.slots_of(slab, pool)
+            slots = self.slabs.slots_of(slab, size_class)
             listed = {*range(slots.start + self._fresh[slab], slots.stop), *self._walk(slab)}
             if listed != free.intersection(slots) or len(slots) - len(listed) != self._taken[slab]:
                 raise CacheError(f"slab {slab} lists {len(listed)} free slots, but counts {self._taken[slab]} in use")
             if len(free) - len(listed) != stride - len(slots):
-                raise CacheError(f"{self.where}slab {slab} has data behind the {len(slots)} slots of pool {pool}")
-            open_slots[pool] += len(listed)
-            if (slab + LISTS in partial[pool]) != bool(listed) or slab + LISTS not in ages[pool]:
-                raise CacheError(f"{self.where}slab {slab} of pool {pool} is in the wrong lists")
+                raise CacheError(f"{self.where}slab {slab} has data after its {len(slots)} slots of class {size_class}")
+            open_slots[size_class] += len(listed)
+            if (slab + LISTS in partial[size_class]) != bool(listed) or slab + LISTS not in ages[size_class]:
+                raise CacheError(f"{self.where}slab {slab} of size class {size_class} is in the wrong lists")
         if open_slots != self._open or sum(map(len, ages)) + len(self._spare) != len(self.owner):
-            raise CacheError(f"{self.where}pools count {self._open} free slots in their slabs, but have {open_slots}")
+            raise CacheError(f"{self.where}size classes count {self._open} free slots, but have {open_slots}")
 
     def _walk(self, slab: int) -> Iterator[int]:
         index = self._returned[slab]

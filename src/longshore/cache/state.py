@@ -45,15 +45,15 @@ _FEW_SLOTS = 16
 
 
 @dataclass(slots=True)
-class Level:
-    """One owned tier, as the control plane sees it; warmer levels have lower numbers."""
+class OwnedTier:
+    """One owned tier, as the control plane sees it; warmer tiers have lower numbers."""
 
     name: str
     pool: SlotPool
     make_policy: type[EvictionPolicy]
 
 
-class Pin:
+class NodeRef:
     """Keeps a node and all its ancestors from being evicted. `node` is `ROOT` after it was invalidated."""
 
     __slots__ = ("node",)
@@ -67,22 +67,22 @@ class CacheState:
 
     def __init__(
         self,
-        levels: Sequence[Level],
+        tiers: Sequence[OwnedTier],
         counters: Counters,
         settings: CacheSettings,
         thresholds: Sequence[int],
     ) -> None:
-        self.levels = list(levels)
-        self.tier_names = [level.name for level in levels]
+        self.tiers = list(tiers)
+        self.tier_names = [owned.name for owned in tiers]
         self.counters = counters
-        self.pools = [level.pool for level in levels]
+        self.pools = [owned.pool for owned in tiers]
         self.several_sizes = len(self.pools[0].slabs.image_bytes) > 1
-        self.pins: dict[int, set[Pin]] = {}
+        self.refs: dict[int, set[NodeRef]] = {}
         self.thresholds = thresholds
-        self.coldest = len(levels) - 1
+        self.coldest = len(tiers) - 1
         """The coldest tier."""
         alike = self.coldest > 0 and not self.several_sizes
-        self.coldest_ranks_all = alike and settings.admission and levels[-1].make_policy.refuses
+        self.coldest_ranks_all = alike and settings.admission and tiers[-1].make_policy.rejects
         """Whether the policy of the coldest tier ranks the chunks of all tiers, as one tier of their size would."""
         self.log = EventLog(settings.events)
         self.log.hidden = settings.self_test_key
@@ -99,7 +99,7 @@ class CacheState:
         self.policies = [self._make_policy(tier) for tier in self.index.tiers]
         self.backlog = Backlog(self.index, self.thresholds)
         self.priorities = Priorities(
-            self.index, self.policies, [level.make_policy for level in self.levels], self._current_request
+            self.index, self.policies, [owned.make_policy for owned in self.tiers], self._current_request
         )
         self.windows = WindowMarks(self.index, self.policies)
         self.partials = PartialPrefixes(self.index, self._token_width)
@@ -107,8 +107,8 @@ class CacheState:
         """1 for nodes that a lookup protects until the end of the step."""
         self._invalid_copies: list[tuple[int, int]] = []
         """Tiers and slots of invalid copies, to be removed when the step ends."""
-        self.pinned_in_host: set[int] = set()
-        """Nodes whose copies in the warmest tier are pinned, for a prefetch that lacks room."""
+        self.retained_in_host: set[int] = set()
+        """Nodes whose copies in the host tier are not evicted, for a prefetch that lacks room."""
         self.grow()
         for policy in self.policies:
             policy.begin(self.last_request)
@@ -122,17 +122,17 @@ class CacheState:
         return sum(pool.capacity for pool in ranked)
 
     def _make_policy(self, tier: int) -> EvictionPolicy:
-        level, names = self.levels[tier], self.index.key
-        slabs = level.pool.slabs
+        owned, names = self.tiers[tier], self.index.key
+        slabs = owned.pool.slabs
         if not self.several_sizes:
-            return level.make_policy(self.ranked_slots(tier), names)
-        parts = [level.make_policy(slabs.slabs * images, names) for images in slabs.images]
-        return PartitionedBySize(level.pool.capacity, names, parts, self.index.pools_of)
+            return owned.make_policy(self.ranked_slots(tier), names)
+        parts = [owned.make_policy(slabs.slabs * images, names) for images in slabs.images]
+        return PartitionedBySize(owned.pool.capacity, names, parts, self.index.size_classes_of)
 
-    def policy_of(self, tier: int, pool: int) -> EvictionPolicy:
+    def policy_of(self, tier: int, size_class: int) -> EvictionPolicy:
         """The eviction policy of one image size of a tier."""
         policy = self.policies[tier]
-        return policy.part(pool) if isinstance(policy, PartitionedBySize) else policy
+        return policy.part(size_class) if isinstance(policy, PartitionedBySize) else policy
 
     def grow(self) -> None:
         """Grow all structures to the present size of the index."""
@@ -148,12 +148,12 @@ class CacheState:
         """Where `nodes` are, as runs by the warmest tier that has them ready."""
         at = np.array(nodes, np.int32)
         if len(at) and np.count_nonzero(self.index.are_ready(at, 0)) == len(at):
-            return (Run(self.levels[0].name, len(at)),)
+            return (Run(self.tier_names[0], len(at)),)
         warmest = np.full(len(at), _NOWHERE, np.uint8)
         for tier in reversed(self.index.tiers):
             warmest[self.index.are_ready(at, tier)] = tier
         runs = ((tier, len(list(run))) for tier, run in groupby(warmest.tobytes()))
-        return tuple(Run(self.levels[tier].name, chunks) for tier, chunks in runs if tier != _NOWHERE)
+        return tuple(Run(self.tier_names[tier], chunks) for tier, chunks in runs if tier != _NOWHERE)
 
     def miss_reason(self, key: Key) -> MissReason:
         """Why `key` is a miss for a request whose hit ended before it."""
@@ -180,12 +180,12 @@ class CacheState:
 
     # ------------------------------------------------------------------ arrivals
 
-    def allocate(self, keys: Sequence[Key], before: Key | None, job: int, pool: int) -> list[int]:
-        """Slots of the warmest tier for `keys`, which follow the key `before` and are in no tier, for `job` to fill.
+    def allocate(self, keys: Sequence[Key], before: Key | None, job: int, size_class: int) -> list[int]:
+        """Slots of the host tier for `keys`, which follow the key `before` and are in no tier, for `job` to fill.
 
-        The caller has made room in `pool`, and asked `Index.follow` about the keys.
+        The caller has made room for `size_class`, and asked `Index.follow` about the keys.
         """
-        slots, index = self.pools[0].allocate(len(keys), pool), self.index
+        slots, index = self.pools[0].allocate(len(keys), size_class), self.index
         parent = ROOT if before is None else index.get(before) or ORPHANS
         nodes = index.link(parent, keys, 0, slots)
         if before is not None and parent == ORPHANS:
@@ -197,10 +197,10 @@ class CacheState:
         self.pools[0].writer.update(zip(slots, repeat(job), strict=False))
         return slots
 
-    def allocate_alone(self, keys: Sequence[Key], job: int, pool: int) -> list[int]:
-        """The same for `keys` that stand alone, of which the caller has asked `Index.find_alone`."""
-        slots = self.pools[0].allocate(len(keys), pool)
-        self.windows.enter(self.index.link_alone(keys, 0, slots))
+    def allocate_independent(self, keys: Sequence[Key], job: int, size_class: int) -> list[int]:
+        """The same for independent `keys`, of which the caller has asked `Index.find_independent`."""
+        slots = self.pools[0].allocate(len(keys), size_class)
+        self.windows.enter(self.index.link_independent(keys, 0, slots))
         self.pools[0].writer.update(zip(slots, repeat(job), strict=False))
         return slots
 
@@ -208,7 +208,7 @@ class CacheState:
         """Slots in `tier` for other copies of `nodes`, parents first, for `job` to fill. The caller has made room."""
         pool = self.pools[tier]
         if self.several_sizes:
-            slots = [slot for node in nodes for slot in pool.allocate(1, self.index.pool_of(node))]
+            slots = [slot for node in nodes for slot in pool.allocate(1, self.index.size_class_of(node))]
         else:
             slots = pool.allocate(len(nodes))
         try:
@@ -251,7 +251,7 @@ class CacheState:
         if self.several_sizes:
             slots = self.index.slot[tier]
             self.pools[tier].record_use([slots[node] for node in reversed(nodes)])
-        news = self.index.mark_reachable(nodes)
+        news = self.index.mark_loadable(nodes)
         if self.windows.used:
             self.windows.mark_ready(nodes, tier)
         if self.coldest:
@@ -300,11 +300,11 @@ class CacheState:
         if self.backlog.fail(node):
             self._recheck_evictable(node)
 
-    def refuse(self, nodes: Sequence[int]) -> int:
+    def reject(self, nodes: Sequence[int]) -> int:
         """The tier below takes no copy of `nodes`, nor of what waits for them, until they are used again; how many."""
-        refused = self.backlog.refuse(nodes)
-        self.recheck_evictable(as_i32(refused), apart_from=self.coldest)
-        return len(refused)
+        rejected = self.backlog.reject(nodes)
+        self.recheck_evictable(as_i32(rejected), apart_from=self.coldest)
+        return len(rejected)
 
     def end_reads(self, tier: int, slots: Sequence[int]) -> None:
         """Reads of these distinct slots have ended."""
@@ -351,7 +351,7 @@ class CacheState:
         A copy that is being filled from the invalid one is removed, too.
         """
         for where in self._remove_copies(node, tier, cause):
-            self.counters.lost[self.levels[where].name] += 1
+            self.counters.lost[self.tier_names[where]] += 1
 
     def _remove_copies(self, node: int, tier: int, cause: str) -> list[int]:
         """The same without counting; returns the tiers of the copies removed."""
@@ -372,16 +372,16 @@ class CacheState:
             self.log.record(EventKind.RESET, cause=cause)
         for pool in self.pools:
             pool.clear()
-        for pins in self.pins.values():
-            for pin in pins:
-                pin.node = ROOT
-        self.pins.clear()
+        for refs in self.refs.values():
+            for ref in refs:
+                ref.node = ROOT
+        self.refs.clear()
         self.index.removed = -1  # no result of an earlier lookup is valid any more
         self._begin()
 
     def reset_warmer(self, first: int) -> None:
         """Remove all chunks from tiers warmer than tier `first`, and those being written to any tier."""
-        self.pin_in_host(())
+        self.retain_in_host(())
         for tier, pool in enumerate(self.pools):
             for slot in list(pool.writer):
                 if pool.state[slot] == FILLING:
@@ -392,40 +392,40 @@ class CacheState:
 
     # ------------------------------------------------------------------ use
 
-    def pin(self, node: int) -> Pin:
-        """Keep `node` from eviction until `unpin`."""
-        pin = Pin(node)
-        self.pins.setdefault(node, set()).add(pin)
-        return pin
+    def add_ref(self, node: int) -> NodeRef:
+        """Keep `node` and its ancestors from eviction until `remove_ref`."""
+        ref = NodeRef(node)
+        self.refs.setdefault(node, set()).add(ref)
+        return ref
 
-    def is_pinned(self, node: int) -> bool:
-        """Whether a lease, or a lookup in this step, pins the last copy of `node`."""
-        return node in self.pins or bool(self.protected[node])
+    def is_referenced(self, node: int) -> bool:
+        """Whether a lease, or a lookup in this step, references the last copy of `node`."""
+        return node in self.refs or bool(self.protected[node])
 
-    def unpin(self, pin: Pin) -> None:
-        """Remove a pin. A pin whose node was invalidated has no effect any more."""
-        node = pin.node
+    def remove_ref(self, ref: NodeRef) -> None:
+        """Remove a reference. One whose node was invalidated has no effect any more."""
+        node = ref.node
         if node == ROOT:
             return
-        pin.node = ROOT
-        pins = self.pins[node]
-        pins.discard(pin)
-        if not pins:
-            del self.pins[node]
+        ref.node = ROOT
+        refs = self.refs[node]
+        refs.discard(ref)
+        if not refs:
+            del self.refs[node]
             self._recheck_evictable(node)
 
-    def pin_in_host(self, nodes: Iterable[int]) -> None:
-        """Pin exactly the copies of `nodes` in the warmest tier."""
-        before, self.pinned_in_host = self.pinned_in_host, set(nodes)
-        self.recheck_evictable(np.array(sorted(before - self.pinned_in_host), np.int32))
+    def retain_in_host(self, nodes: Iterable[int]) -> None:
+        """Keep exactly the copies of `nodes` in the host tier from eviction, of all nodes."""
+        before, self.retained_in_host = self.retained_in_host, set(nodes)
+        self.recheck_evictable(np.array(sorted(before - self.retained_in_host), np.int32))
 
-    def check_pool(self, nodes: Sequence[int], pool: int) -> None:
-        """Raise `CacheError` if one of `nodes` (0 is no node) is of another pool."""
+    def check_size_class(self, nodes: Sequence[int], size_class: int) -> None:
+        """Raise `CacheError` if one of `nodes` (0 is no node) is of another size class."""
         if self.several_sizes:
             for node in nodes:
-                if node and self.index.pool_of(node) != pool:
-                    key = self.index.key[node].hex()[:12]
-                    raise CacheError(f"chunk {key} has images of pool {self.index.pool_of(node)}, not {pool}")
+                if node and self.index.size_class_of(node) != size_class:
+                    key, got = self.index.key[node].hex()[:12], self.index.size_class_of(node)
+                    raise CacheError(f"chunk {key} has images of size class {got}, not {size_class}")
 
     def total_room(self, tier: int) -> int:
         """How many chunks fit in `tier`, those that it has or is being filled with included.
@@ -485,7 +485,7 @@ class CacheState:
         """Occupancy per tier, warmest first."""
         return tuple(
             TierStats(
-                level.name,
+                name,
                 pool.capacity,
                 pool.used,
                 pool.state.count(READY),
@@ -493,7 +493,7 @@ class CacheState:
                 pool.used_bytes,
                 tuple(SizeStats(size, *pool.used_by(each)) for each, size in enumerate(pool.slabs.image_bytes)),
             )
-            for level, pool in zip(self.levels, self.pools, strict=True)
+            for name, pool in zip(self.tier_names, self.pools, strict=True)
         )
 
     def check_integrity(self) -> None:
@@ -501,18 +501,18 @@ class CacheState:
         index, nodes = self.index, self.index.all_nodes()
         for part in (index, self.backlog, self.partials):
             part.check_integrity()
-        for tier, (level, pool, policy) in enumerate(zip(self.levels, self.pools, self.policies, strict=True)):
+        for tier, (name, pool, policy) in enumerate(zip(self.tier_names, self.pools, self.policies, strict=True)):
             pool.check_integrity()
             policy.check_integrity()
             live = nodes[i32_view(index.slot[tier])[nodes] >= 0]
             if len(live) + pool.state.count(DRAINING) != pool.used:
-                raise CacheError(f"{level.name}: {len(live)} copies use {pool.used} slots")
+                raise CacheError(f"{name}: {len(live)} copies use {pool.used} slots")
             ready = nodes[self.are_ranked(nodes, tier)]
             if len(policy) != len(ready) or not policy.resident(index.size)[ready].all():
-                raise CacheError(f"{level.name}: the eviction policy has {len(policy)} of {len(ready)} ready chunks")
-        for node, pins in self.pins.items():
-            if index.key[node] is None or not pins or any(pin.node != node for pin in pins):
-                raise CacheError(f"node {node} is pinned, but was removed")
+                raise CacheError(f"{name}: the eviction policy has {len(policy)} of {len(ready)} ready chunks")
+        for node, refs in self.refs.items():
+            if index.key[node] is None or not refs or any(ref.node != node for ref in refs):
+                raise CacheError(f"node {node} is referenced, but was removed")
 
     # ------------------------------------------------------------------ inside
 
@@ -540,7 +540,7 @@ class CacheState:
 
     def observe_ages(self, tier: int, slots: npt.NDArray[np.int32]) -> None:
         """The copies in these slots are being evicted: record their ages."""
-        histogram = self.counters.histograms[EVICTED_AGE_SECONDS][self.levels[tier].name]
+        histogram = self.counters.histograms[EVICTED_AGE_SECONDS][self.tier_names[tier]]
         if len(slots) > _FEW_SLOTS:
             histogram.observe_all(self.pools[tier].ages(slots, self.log.now))
             return
@@ -553,7 +553,7 @@ class CacheState:
         index, pool = self.index, self.pools[tier]
         slot, parent = index.slot[tier][node], index.parent[node]
         if cause == EVICTED and (age := pool.age(slot, self.log.now)) is not None:
-            self.counters.histograms[EVICTED_AGE_SECONDS][self.levels[tier].name].observe(age)
+            self.counters.histograms[EVICTED_AGE_SECONDS][self.tier_names[tier]].observe(age)
         if self.log.on:
             self.log.lost(self.index, self.tier_names, node, tier, cause)
         if pool.state[slot] == READY:
@@ -562,14 +562,14 @@ class CacheState:
         pool.move(slot, DRAINING if pool.is_busy(slot) else FREE)
         if gone:
             self.forget((node,))
-            for pin in self.pins.pop(node, ()):
-                pin.node = ROOT
+            for ref in self.refs.pop(node, ()):
+                ref.node = ROOT
             self.protected[node] = 0
-            self.pinned_in_host.discard(node)
+            self.retained_in_host.discard(node)
             self.backlog.forget(node)
         else:
             if cause == EVICTED:
-                self.counters.demotions[self.levels[tier].name] += 1
+                self.counters.demotions[self.tier_names[tier]] += 1
             self.backlog.exposed(node)
             self.backlog.update(node)
             self._recheck_evictable(node)

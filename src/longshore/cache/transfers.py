@@ -2,7 +2,7 @@
 
 A job has ended when every rank has reported it. An item has succeeded if it did on all ranks.
 
-`Waits` holds which requests wait for reads into the warmest tier, and until when.
+`Waiters` holds which requests wait for reads into the host tier, and until when.
 
     request 1 ── until 10.0 ──┐
     request 2 ── until 14.5 ──┴──► job 7        cancelled when no request waits for it any more
@@ -27,10 +27,10 @@ from longshore.boundary import (
     DEVICE,
     Cancel,
     Command,
-    Forget,
     Item,
     Items,
     Key,
+    Reset,
     Route,
     Section,
     Slot,
@@ -51,7 +51,7 @@ from longshore.errors import CacheError, JobError
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """The load of a lease onto the device, in parts, and their progress.
+    """The load of a lease onto the device by one or several jobs, and their progress.
 
     Attributes:
         wait: Number of the wait for the load.
@@ -59,9 +59,9 @@ class Load:
         is_whole: Whether the load counts only if all its chunks arrive. Any other counts up to the first missing one.
         requests: The requested keys, by name of the request.
         of_first: How many of these keys are of the first group.
-        sources: For each scheduled chunk, the tier that it is read from, or was read from into the warmest tier before.
+        sources: For each scheduled chunk, the tier that it is read from, or was read from into the host tier before.
         not_scheduled: For each chunk that was not scheduled, which are the last ones, why.
-        parts: The jobs that copy it.
+        jobs: The jobs that copy it.
         outcome: What has arrived, once the load has ended.
     """
 
@@ -72,23 +72,23 @@ class Load:
     of_first: int = 0
     sources: list[str] = field(default_factory=list)
     not_scheduled: list[MissReason] = field(default_factory=list)
-    parts: list[Job] = field(default_factory=list)
+    jobs: list[Job] = field(default_factory=list)
     outcome: Outcome | None = None
 
     @property
     def pending(self) -> list[Job]:
-        """Parts that have not ended."""
-        return [job for job in self.parts if job.pending_ranks]
+        """Jobs that have not ended."""
+        return [job for job in self.jobs if job.pending_ranks]
 
     def conclude(self, unfinished: MissReason) -> list[MissReason]:
         """Set the outcome: the chunks that have arrived. Returns the misses; pending chunks count as `unfinished`."""
-        lead = next((i for i, job in enumerate(self.parts) if not job.arrived), len(self.parts))
-        if self.is_whole and lead < len(self.parts):
+        lead = next((i for i, job in enumerate(self.jobs) if not job.arrived), len(self.jobs))
+        if self.is_whole and lead < len(self.jobs):
             lead = 0
-        arrived = sum(len(job.statuses) for job in self.parts[:lead])
+        arrived = sum(len(job.statuses) for job in self.jobs[:lead])
         misses: list[MissReason] = []
         has_failed = False
-        for reason in self._reasons(self.parts[lead:], unfinished):
+        for reason in self._reasons(self.jobs[lead:], unfinished):
             if reason is None and not has_failed and not self.is_whole:
                 arrived += 1
             elif reason is None or (has_failed and reason is MissReason.CANCELLED):
@@ -106,8 +106,8 @@ class Load:
         return misses
 
     @staticmethod
-    def _reasons(parts: Sequence[Job], unfinished: MissReason) -> Iterator[MissReason | None]:
-        for job in parts:
+    def _reasons(jobs: Sequence[Job], unfinished: MissReason) -> Iterator[MissReason | None]:
+        for job in jobs:
             for status in job.statuses:
                 if job.pending_ranks:
                     yield unfinished
@@ -141,7 +141,7 @@ class Job:
     of_first: bool = False
     pending_ranks: set[int] = field(init=False)
     statuses: list[Status] = field(init=False)
-    waits: dict[int, Wait] = field(init=False, default_factory=dict)
+    waits: dict[int, Waiter] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.pending_ranks = set(range(self.transfer.ranks))
@@ -186,7 +186,7 @@ class Job:
 
 
 @dataclass(slots=True, eq=False)
-class Wait:
+class Waiter:
     """The wait of one request for reads, until `deadline`.
 
     `jobs` are the reads that have not ended, `load` is the load that needs them, if any. The engine does not run the
@@ -206,15 +206,15 @@ class Wait:
         return not self.jobs and (self.load is None or self.load.outcome is not None)
 
 
-class Waits:
+class Waiters:
     """The waits that are not over, ordered by deadline."""
 
     def __init__(self) -> None:
-        self.open: dict[int, Wait] = {}
+        self.open: dict[int, Waiter] = {}
         """By number."""
         self._due: list[tuple[float, int]] = []
 
-    def begin(self, wait: Wait) -> None:
+    def begin(self, wait: Waiter) -> None:
         """Add `wait`, unless it is over."""
         if wait.is_over:
             return
@@ -223,7 +223,7 @@ class Waits:
         self.open[wait.number] = wait
         heapq.heappush(self._due, (wait.deadline, wait.number))
 
-    def join(self, wait: Wait, jobs: Iterable[Job]) -> None:
+    def join(self, wait: Waiter, jobs: Iterable[Job]) -> None:
         """`wait` waits for these reads, too."""
         for job in jobs:
             job.waits[wait.number] = wait
@@ -241,9 +241,9 @@ class Waits:
         if wait is not None and wait.is_over:
             del self.open[number]
 
-    def due(self, now: float) -> list[Wait]:
+    def due(self, now: float) -> list[Waiter]:
         """The waits whose deadline has passed, in order; each is returned once."""
-        found: list[Wait] = []
+        found: list[Waiter] = []
         while self._due and self._due[0][0] <= now:
             wait = self.open.get(heapq.heappop(self._due)[1])
             if wait is not None:
@@ -268,14 +268,14 @@ class Transfers:
         self.generation = generation
         self.jobs: dict[int, Job] = {}
         self.outbox: list[Command] = []
-        self.waits = Waits()
+        self.waits = Waiters()
         self.now = 0.0
         self._last_id = 0
-        self.writing: dict[int | str, int] = dict.fromkeys(range(len(state.levels)), 0)
+        self.writing: dict[int | str, int] = dict.fromkeys(range(len(state.tiers)), 0)
         """Chunks being written to each tier from a warmer one; remote tiers by name."""
         self.arrived_from_device: list[Key] | None = None
         """Chunks that have arrived from the device, to be stored in remote tiers; `None` if there are none."""
-        self.refusing_tiers: set[int] = set()
+        self.rejecting_tiers: set[int] = set()
         """Tiers that have reported `TIER_OFF` for a write: they get no writes any more."""
 
     def new_id(self) -> int:
@@ -283,14 +283,14 @@ class Transfers:
         self._last_id += 1
         return self._last_id
 
-    def join(self, wait: Wait, slots: Sequence[int]) -> tuple[int, ...]:
-        """Have `wait` wait for the jobs that fill these slots of the warmest tier; returns the jobs."""
+    def join(self, wait: Waiter, slots: Sequence[int]) -> tuple[int, ...]:
+        """Have `wait` wait for the jobs that fill these slots of the host tier; returns the jobs."""
         writer = self.state.pools[0].writer
         jobs = tuple(dict.fromkeys(writer[slot] for slot in slots if slot in writer)) if writer else ()
         self.waits.join(wait, [self.jobs[job] for job in jobs])
         return jobs
 
-    def cancel_wait(self, wait: Wait) -> None:
+    def cancel_wait(self, wait: Waiter) -> None:
         """End a wait. Reads that no other request waits for are cancelled; they own their slots until they end."""
         for job in sorted(wait.jobs):
             waits = self.jobs[job].waits
@@ -302,7 +302,7 @@ class Transfers:
 
     def count_drop(self, tier: int, count: int, reason: DropReason) -> None:
         """Count chunks that `tier` did not store."""
-        self.state.counters.drops[self.state.levels[tier].name][reason] += count
+        self.state.counters.drops[self.state.tier_names[tier]][reason] += count
 
     def reset(self, first: int, *, weights: bool) -> None:
         """Remove all chunks that are not ready in tier `first` or a colder one. Jobs in flight have no effect any more.
@@ -311,13 +311,13 @@ class Transfers:
         """
         self.waits.clear()
         self.outbox += [Cancel(job) for job in self.jobs]
-        if first < len(self.state.levels):
+        if first < len(self.state.tiers):
             self.state.reset_warmer(first)
             return
         self.generation += 1
         self.state.clear(WEIGHTS if weights else "")
         self.evictor.clear()
-        self.outbox.append(Forget(self.generation, weights))
+        self.outbox.append(Reset(self.generation, weights))
 
     def apply(self, results: Sequence[TransferResult]) -> list[Load]:
         """Apply results; returns the loads of which a part has ended. Raises `JobError` with nothing changed."""
@@ -460,31 +460,31 @@ class Transfers:
         source: TierSlots | None,
         destination: TierSlots | None,
     ) -> Sequence[Item]:
-        """The items, in columns if all slots of a side are in one pool."""
-        if all(side is None or len(self._pools(side)) < 2 for side in (source, destination)):
+        """The items, in columns if all slots of a side are of one size class."""
+        if all(side is None or len(self._size_classes(side)) < 2 for side in (source, destination)):
             return Items(tuple(keys), tuple(parents), self._slots(source), self._slots(destination))
         begins, ends = (repeat(None) if side is None else self._addresses(*side) for side in (source, destination))
         rows = zip(keys, parents, begins, ends, strict=False)
         return tuple(map(Item._make, rows))
 
-    def _pools(self, side: TierSlots) -> set[int]:
-        return set(map(self.state.pools[side.tier].pool_of, side.slots)) if self.state.several_sizes else {0}
+    def _size_classes(self, side: TierSlots) -> set[int]:
+        return set(map(self.state.pools[side.tier].size_class_of, side.slots)) if self.state.several_sizes else {0}
 
     def _addresses(self, tier: int, slots: Sequence[int]) -> Iterator[Slot]:
-        name, pool_of = self._name(tier), self.state.pools[tier].pool_of
-        return (Slot(name, pool_of(slot), slot) for slot in slots)
+        name, size_class_of = self._name(tier), self.state.pools[tier].size_class_of
+        return (Slot(name, size_class_of(slot), slot) for slot in slots)
 
     def _name(self, tier: int | None, elsewhere: str = "") -> str:
-        return elsewhere or DEVICE if tier is None else self.state.levels[tier].name
+        return elsewhere or DEVICE if tier is None else self.state.tier_names[tier]
 
     def _slots(self, side: TierSlots | None) -> Slots | None:
         if side is None:
             return None
         tier, slots = side
-        return Slots(self._name(tier), self.state.pools[tier].pool_of(slots[0]) if slots else 0, tuple(slots))
+        return Slots(self._name(tier), self.state.pools[tier].size_class_of(slots[0]) if slots else 0, tuple(slots))
 
     def _finish(self, job: Job) -> None:
-        """All ranks have reported: apply failures, then sources, then arrivals, so that no arrival is unreachable."""
+        """All ranks have reported: apply failures, then sources, then arrivals, so that each arrival is loadable."""
         state, statuses = self.state, job.statuses
         state.changes += 1
         writing = job.transfer.urgency is Urgency.WRITE
@@ -533,7 +533,7 @@ class Transfers:
         state = self.state
         if writing:
             if status is Status.TIER_OFF:
-                self.refusing_tiers.add(tier)
+                self.rejecting_tiers.add(tier)
             self.count_drop(tier, 1, DropReason.WRITE_FAILED)
             node = state.pools[tier].node[slot]
             if tier and node:  # a warmer tier has it as well

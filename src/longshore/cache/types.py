@@ -23,7 +23,7 @@ from longshore.boundary import Addresses, Key, Slot, Slots, Status, TransferResu
 from longshore.cache.index import Residency
 from longshore.cache.partial import Partial, PromptTokens
 from longshore.cache.settings import Retention
-from longshore.errors import CacheError
+from longshore.errors import CacheError, former_name
 from longshore.monitoring.metric_table import (
     EVICTED_AGE_SECONDS,
     LOAD_SECONDS,
@@ -68,8 +68,8 @@ class GroupKeys(NamedTuple):
         return self.chunks.keys if isinstance(self.chunks, Residency) else self.chunks
 
 
-class Need(NamedTuple):
-    """What a prefix needs of one group: the chunks `[first, end)`, of which those at `load` come from the tiers.
+class GroupMatch(NamedTuple):
+    """What a prefix consists of in one group: the chunks `[first, end)`, of which those at `load` come from the tiers.
 
     With `partial`, also the first tokens of another chunk, behind them.
     """
@@ -101,15 +101,15 @@ class Protection(enum.Enum):
     LEASE = "lease"  # until the lease of the lookup is released
 
 
-class Found(NamedTuple):
+class LookupResult(NamedTuple):
     """Result of a lookup.
 
     Attributes:
         lease: A lease on the chunks to load, if there are any and the lookup was `Protection.LEASE`.
         num_chunks: For a lookup of one group: the number of chunks from `GroupKeys.start` on that are ready in a tier.
-        tokens: For a lookup of all groups: the longest prefix that device and tiers serve, in tokens. A multiple of the
+        tokens: For a lookup of all groups: the longest prefix that device and tiers have, in tokens. A multiple of the
             chunk sizes of all groups, plus, with `prompt_tokens`, fewer tokens than another multiple.
-        needs: What each group needs for that prefix, in order of group.
+        matches: What that prefix consists of in each group, in order of group.
         partial: For a lookup of one group: a chunk whose first tokens come next; it is in the lease.
         remote: For a lookup of one group: how many chunks more remote tiers are known to have behind it, for
             `prefetch`.
@@ -125,7 +125,7 @@ class Found(NamedTuple):
     lease: Lease | None = None
     num_chunks: int = 0
     tokens: int = 0
-    needs: tuple[Need, ...] = ()
+    matches: tuple[GroupMatch, ...] = ()
     partial: Partial | None = None
     remote: int = 0
     probes: tuple[int, ...] = ()
@@ -187,9 +187,10 @@ class ScheduledStore(NamedTuple):
     """Result of `store` for one group: the chunks at `positions` of the keys, in order, are written to `slots`.
 
     `job` is `None` if no chunk was accepted. `kept` is the number of leading chunks of the path that are in a tier or
-    on their way into one, including those before `start`; `known` are the positions of given chunks that a tier had
-    before. With `retry`, there is no room yet, and backups that make room are in flight: nothing was accepted, and the
-    call can be repeated. `later` are the positions that follow the accepted ones of a `stream`, for which room is being
+    on their way into one, including those before `start`; `already_stored` are the positions of given chunks that a
+    tier had before. With `retry`, there is no room yet, and backups that make room are in flight: nothing was accepted,
+    and the call can be repeated. `later` are the positions that follow the accepted ones of a `stream`, for which room
+    is being
     made: the call can be repeated for them.
     """
 
@@ -197,9 +198,12 @@ class ScheduledStore(NamedTuple):
     positions: Sequence[int] = ()
     slots: Addresses = Addresses(Slots("", 0, ()))
     kept: int = 0
-    known: Sequence[int] = ()
+    already_stored: Sequence[int] = ()
     retry: bool = False
     later: Sequence[int] = ()
+
+
+ScheduledStore.known = former_name("known", "already_stored")  # type: ignore[attr-defined]
 
 
 def origins_of(keys: Sequence[Key], tiers: list[str], origins: Mapping[Key, str] | None) -> list[str]:

@@ -63,7 +63,7 @@ def ctl(
 
     [dim]longshore ctl one pin --tokens @system-prompt.json[/]
 
-    Pins last until unpin, clear, a reset of the engine's caches, or its end, and take at most a quarter of the warmest
+    Pins last until unpin, clear, a reset of the engine's caches, or its end, and take at most a quarter of the host
     tier. clear drops the contents of host memory and files, pins included, also for later processes; stores that
     replicas share keep theirs.
     """

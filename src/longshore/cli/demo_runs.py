@@ -380,7 +380,7 @@ def _record(demo: Demo, request: WorkloadRequest, answer: Any, sources: Sequence
 def _snapshot(tiers: Tiers) -> Counters:
     if tiers.stack is None:
         raise EngineError(f"tiers disabled: {tiers.failure}")
-    with tiers.stack.runtime.transaction() as cache:
+    with tiers.stack.runtime.batch() as cache:
         return cache.counters.copy()
 
 

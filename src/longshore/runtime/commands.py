@@ -23,7 +23,7 @@ from itertools import accumulate, groupby, takewhile
 from typing import TYPE_CHECKING, Any
 
 from longshore.boundary import Key
-from longshore.cache import Found, GroupKeys, Lease, Presence, Protection, TieredCache
+from longshore.cache import GroupKeys, Lease, LookupResult, Presence, Protection, TieredCache
 from longshore.errors import CommandError, LongshoreError, PinLimitError
 from longshore.runtime.loop import Runtime
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 PIN_SHARE = 0.25
-"""Of the slots of the warmest tier."""
+"""Of the slots of the host tier."""
 
 _AT_ONCE = 1024
 """Chunks that `clear` evicts before it lets others have the cache."""
@@ -147,7 +147,7 @@ class Commands:
         """The caches of all groups, to be used together."""
         with contextlib.ExitStack() as held:
             runtimes = dict.fromkeys(group.runtime for group in self._groups)
-            yield {runtime: held.enter_context(runtime.transaction()) for runtime in runtimes}
+            yield {runtime: held.enter_context(runtime.batch()) for runtime in runtimes}
 
     def _keys(self, request: dict[str, Any]) -> Sequence[Sequence[Key]]:
         """The keys of the whole chunks of a prompt in each group."""
@@ -201,7 +201,7 @@ class Commands:
                 names = [tier.name for tier in cache.stats()]
                 stores = found.remote_sources.get(group.number) or [""] * len(keys)
                 colder = names[1] if len(names) == 2 else "colder"
-                place = {Presence.WARMEST: names[0], Presence.COLDER: colder, Presence.IN_FLIGHT: "in flight"}
+                place = {Presence.HOST: names[0], Presence.COLDER: colder, Presence.IN_FLIGHT: "in flight"}
                 presences = found.residency[group.number].presences
                 where = [place.get(each, store) for each, store in zip(presences, stores, strict=True)]
                 leading = list(takewhile(bool, where))
@@ -221,7 +221,7 @@ class Commands:
             there = list[list[bool]]()
             for group, keys in zip(self._groups, paths, strict=True):
                 found = _residency(caches[group.runtime], group, keys).residency[group.number]
-                there.append([each in (Presence.WARMEST, Presence.COLDER) for each in found.presences])
+                there.append([each in (Presence.HOST, Presence.COLDER) for each in found.presences])
             tokens = self._served(there)
             if not tokens:
                 return {"chunks": asked, "pinned": 0}
@@ -248,7 +248,7 @@ class Commands:
         """Raise `PinLimitError` if too many of the `wanted` chunks, `new` ones among them, are in this `cache`."""
         tier, mine = cache.stats()[0], [at for at, _ in wanted if self._groups[at].runtime is runtime]
         sizes = [-(-size.image_bytes // min(tier.sizes).image_bytes) for size in tier.sizes]  # in slots
-        slots = sum(sizes[cache.settings.pool_of(self._groups[at].number)] for at in mine)
+        slots = sum(sizes[cache.settings.size_class_of(self._groups[at].number)] for at in mine)
         most = int(PIN_SHARE * tier.slots)
         if slots > most:
             raise PinLimitError(
@@ -277,12 +277,12 @@ class Commands:
         self._unpin({})
         dropped, left = Counter[str](), Counter[str]()
         for runtime in self._runtimes:
-            with runtime.transaction() as cache:
+            with runtime.batch() as cache:
                 tiers = [tier.name for tier in cache.stats()]
             for tier in tiers:
                 more = True
                 while more:
-                    with runtime.transaction() as cache:
+                    with runtime.batch() as cache:
                         more = bool(count := cache.evict(tier, _AT_ONCE))
                         dropped[tier] += count
             with runtime.locked() as cache:
@@ -305,11 +305,11 @@ class Commands:
         for pin in pins:
             for runtime, lease in pin.leases:
                 if lease is not None:
-                    with runtime.transaction() as cache:
+                    with runtime.batch() as cache:
                         cache.release(lease)
 
 
-def _residency(cache: TieredCache, group: ControlledGroup, keys: Sequence[Key]) -> Found:
+def _residency(cache: TieredCache, group: ControlledGroup, keys: Sequence[Key]) -> LookupResult:
     """Where each chunk of `group` is. Keeps nothing, and counts for nothing."""
     now = group.runtime.clock()
     return cache.lookup({group.number: GroupKeys(keys)}, now, protect=Protection.NONE, independent=True)

@@ -1,6 +1,6 @@
 """The socket of an engine for `longshore ctl`, and its client. `commands` carries out what it is sent.
 
-    longshore ctl ──► socket, of its owner alone ──► thread ──► Commands ──► Runtime.transaction ──► TieredCache
+    longshore ctl ──► socket, of its owner alone ──► thread ──► Commands ──► Runtime.batch ──► TieredCache
 
     request   {"command": "lookup", "tokens": [1, 2, ...]}\\n           or "keys": ["00ff...", ...], in hexadecimal
     answer    {"ok": {...}}\\n    or    {"error": "PinLimitError", "message": "..."}\\n
@@ -173,7 +173,9 @@ class ControlServer:
                 for client in [each for each in self._clients.values() if each.since < late]:
                     self._drop(client)
             except Exception:  # noqa: BLE001 - whatever it was, others are served
-                _log.exception("control: a client could not be served; the engine goes on")
+                _log.exception(
+                    "control: an internal error closed all connections; clients may connect again; report this"
+                )
                 for client in list(self._clients.values()):
                     self._drop(client)
         for client in list(self._clients.values()):
@@ -187,7 +189,9 @@ class ControlServer:
             return
         except OSError as error:  # the listener stays readable: without a pause this would spin
             if not self._is_short:
-                _log.error("control: no connection could be accepted: %s; clients wait", error.strerror)
+                _log.error(
+                    "control: no connection could be accepted, clients wait: %s; check ulimit -n", error.strerror
+                )
             self._is_short = True
             time.sleep(_PAUSE)
             return

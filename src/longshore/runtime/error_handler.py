@@ -206,7 +206,7 @@ class _HasRuntime(Protocol):
 S = TypeVar("S", bound=_HasRuntime)
 
 
-def contained(
+def with_fallback(
     instead: Callable[Concatenate[S, P], R],
     *,
     expected: tuple[type[LongshoreError], ...] = (),
@@ -258,7 +258,7 @@ def log_fault(error: BaseException, log: CallLog) -> None:
     )
 
 
-_REFUSALS = {
+_SUBMIT_STATUSES = {
     QueueFullError: Status.QUEUE_FULL,
     TierClosedError: Status.TIER_OFF,
     FreedLayoutError: Status.TIER_OFF,
@@ -266,9 +266,9 @@ _REFUSALS = {
 }
 
 
-def refusal_status(error: Exception) -> Status:
+def submit_status(error: Exception) -> Status:
     """The status of a transfer whose submission raised `error`. `TIER_OFF` only if the tier has ended: it is final."""
-    return next((status for kind, status in _REFUSALS.items() if isinstance(error, kind)), Status.INTERNAL_ERROR)
+    return next((status for kind, status in _SUBMIT_STATUSES.items() if isinstance(error, kind)), Status.INTERNAL_ERROR)
 
 
 def is_fault(error: BaseException) -> bool:

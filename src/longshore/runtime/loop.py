@@ -3,7 +3,7 @@
     take_commands ──► waiting ──(all of `after` ended)──► running ──poll──► apply_results
                          └── upstream failed, deadline, cancelled ──────────►┘
 
-Without a thread, calls make progress (`transaction`, `pump`, `wait...`). A `BackgroundLoop` makes progress in a thread
+Without a thread, calls make progress (`batch`, `pump`, `wait...`). A `BackgroundLoop` makes progress in a thread
 as well, between an engine's steps. One lock guards the cache in both cases.
 """
 
@@ -22,12 +22,12 @@ from dataclasses import dataclass, replace
 from longshore.boundary import (
     Cancel,
     Command,
-    Discard,
-    Forget,
+    DeleteRecords,
     Mover,
     Probe,
     Prober,
     ProbeResult,
+    Reset,
     Result,
     Route,
     Section,
@@ -39,8 +39,8 @@ from longshore.boundary import (
 )
 from longshore.cache import Lease, Progress, RecomputeGate, TieredCache
 from longshore.cache.types import GuardCounters, LookupCounters
-from longshore.errors import LongshoreError, PlanError, TierClosedError, log_seldom
-from longshore.runtime.error_handler import CallLog, log_fault, refusal_status
+from longshore.errors import LongshoreError, PlanError, TierClosedError, former_name, log_seldom
+from longshore.runtime.error_handler import CallLog, log_fault, submit_status
 from longshore.tiers.base import Tier
 
 _log = logging.getLogger(__name__)
@@ -108,11 +108,10 @@ class Runtime:
         self._calls = CallLog(cache, self.fail)
         self._cache_version = 0
         """Grows with each change of the cache: what a caller waits for may have happened since the version it saw."""
-        self._in_transaction = False
+        self._in_batch = False
         self._idle_until = -math.inf
         """Waits do not call the cache before, without results: nothing is due, unless a caller has used it."""
-        self.fault: BaseException | None = None
-        """The exception of the control plane's first fault, which disabled the tiers."""
+        self.fault: BaseException | None = None  # the first exception of the control plane; it disabled the tiers
         self.faults = 0
 
     def fail(self, error: BaseException) -> None:
@@ -133,14 +132,16 @@ class Runtime:
                     try:
                         running.mover.cancel(job)
                     except Exception:  # noqa: BLE001 - of a mover: the others are to hear of it all the same
-                        _log.exception("transfer job %d could not be cancelled; it runs until it completes", job)
+                        _log.exception(
+                            "transfer job %d could not be cancelled, and runs until it completes; report this", job
+                        )
 
     @contextmanager
-    def transaction(self) -> Iterator[TieredCache]:
-        """A lock: exclusive access to the cache. Nothing is rolled back.
+    def batch(self) -> Iterator[TieredCache]:
+        """Exclusive access to the cache, for a batch of calls. Nothing is rolled back.
 
         When the block ends, the commands that the cache has given are submitted, also if the block raises; at the
-        end of the outer one where transactions are nested.
+        end of the outer one where batches are nested.
 
         Raises `TierClosedError` after `close`, and in a process forked from the one of the movers' threads.
         """
@@ -148,15 +149,15 @@ class Runtime:
             raise TierClosedError("the tiers belong to the process that forked this one; open them in this one, too")
         with self._lock:
             if self.closed:
-                raise TierClosedError("the runtime was closed")
+                raise TierClosedError("the tiers were closed; open them again")
             with self._typed_faults():
-                if not (is_inner := self._in_transaction):
+                if not (is_inner := self._in_batch):
                     self._cache.apply_results((), self.clock())
-                self._in_transaction = True
+                self._in_batch = True
                 try:
                     yield self._cache
                 finally:
-                    self._in_transaction = is_inner
+                    self._in_batch = is_inner
                     self._cache_version += 1
                     self._idle_until = -math.inf
                     if not is_inner:
@@ -164,9 +165,11 @@ class Runtime:
                         if self._is_busy:
                             self.wakeup.set()
 
+    transaction = former_name("transaction", "batch")
+
     @contextmanager
     def _typed_faults(self) -> Iterator[None]:
-        """A fault of the control plane becomes a typed error; that is raised once the tiers are off, too."""
+        """Turn a fault of the control plane into a typed error; raise that once the tiers are off, too."""
         if self.fault is not None:
             raise TierClosedError(_OFF) from self.fault
         try:
@@ -248,8 +251,7 @@ class Runtime:
     def flush(self, timeout: float) -> bool:
         """Wait until every block that is to be copied down was, and no mover is busy; returns whether that is so.
 
-        Blocks that a tier has refused (admission) stay where they are. Jobs that the engine carries out itself are not
-        waited for.
+        Blocks that a tier did not admit stay where they are. Does not wait for jobs that the engine carries out itself.
         """
 
         def is_done() -> bool:
@@ -312,7 +314,7 @@ class Runtime:
             try:
                 mover.close()
             except Exception:  # noqa: BLE001 - the others are to be closed all the same
-                _log.exception("%s tier could not be closed; its memory is freed at exit", Route.coldest(mover.routes))
+                _log.exception("%s: could not be closed; memory is freed at exit", Route.mover_name(mover.routes))
         self.pump()
         self.wakeup.set()
         return flushed
@@ -362,17 +364,17 @@ class Runtime:
                 raise
 
     def _drain(self) -> None:
-        """With disabled tiers: collect ended jobs, so that no caller waits for them.
-
-        A mover that raises is not polled again; its jobs count as in flight until the end.
-        """
+        """With disabled tiers: collect ended jobs. A mover that raises is not polled again; its jobs stay in flight."""
         for mover in self._movers:
             if mover in self._unpollable:
                 continue
             try:
                 results = mover.poll()
             except Exception:  # noqa: BLE001 - the others are to be heard all the same
-                _log.exception("%s tier failed, its slots are blocked; restart the engine", Route.coldest(mover.routes))
+                named = Route.mover_name(mover.routes)
+                _log.exception(
+                    "%s: results cannot be read; slots of jobs in flight are blocked; restart the engine", named
+                )
                 self._unpollable.append(mover)
                 continue
             for result in results:
@@ -427,21 +429,21 @@ class Runtime:
                     self._end_waiting(command.job, Status.CANCELLED)
                 elif command.job in self._running and not self._running[command.job].expired:
                     self._running[command.job].mover.cancel(command.job)
-            case Discard():
+            case DeleteRecords():
                 for tier in self._tiers:
                     if tier.name == command.tier:
                         with contextlib.suppress(TierClosedError):
-                            tier.discard(command.slots)
-            case Forget():
+                            tier.delete_records(command.slots)
+            case Reset():
                 for tier in self._tiers:
-                    self._forget(tier, command.generation, weights=command.weights)
+                    self._reset(tier, command.generation, weights=command.weights)
 
-    def _forget(self, tier: Tier, generation: int, *, weights: bool) -> None:
+    def _reset(self, tier: Tier, generation: int, *, weights: bool) -> None:
         """A tier that cannot make a reset durable must not be written in the new generation, nor read: it is off."""
         if weights:
             tier.weights_changed()
         try:
-            tier.forget(generation)
+            tier.reset(generation)
         except LongshoreError:
             _log.exception(
                 "%s tier disabled: the reset to generation %d could not be written; restart the engine to re-enable it",
@@ -454,10 +456,8 @@ class Runtime:
         """Submit the leading items whose upstream arrived: a chunk is of no use without those before it."""
         transfer = waiting.transfer
         self._waiting.pop(transfer.job, None)
-        statuses = [
-            Status.OK if item.source is None else waiting.failures.get(item.source, Status.OK)
-            for item in transfer.items
-        ]
+        failed, sources = waiting.failures, [item.source for item in transfer.items]
+        statuses = [Status.OK if source is None else failed.get(source, Status.OK) for source in sources]
         usable = leading_ok(statuses)
         tail = tuple(Status.CANCELLED if status is Status.OK else status for status in statuses[usable:])
         if not usable:
@@ -470,7 +470,7 @@ class Runtime:
                 raise TierClosedError(f"no mover serves the route {transfer.route}")
             mover.submit(transfer if whole else _truncated(transfer, usable, self._cache.settings.blocks_per_chunk))
         except Exception as error:  # noqa: BLE001 - whatever a mover raises, the job must end, and the others go on
-            status = refusal_status(error)
+            status = submit_status(error)
             if mover is None or status in (Status.DEVICE_ERROR, Status.INTERNAL_ERROR):
                 named = transfer.job, transfer.route, transfer.route.loss
                 log_seldom(_log, "transfer job %d (%s) could not be submitted; %s; report this", *named)
@@ -488,7 +488,11 @@ class Runtime:
             prober.ask(probe)
         except Exception as error:  # noqa: BLE001
             if not isinstance(error, TierClosedError):
-                _log.exception("probe %d of %s could not be submitted; its keys are misses", probe.probe, probe.tier)
+                _log.exception(
+                    "probe %d of the %s tier could not be submitted; its keys are misses; report this",
+                    probe.probe,
+                    probe.tier,
+                )
             self._end_probe(probe.probe, Status.TIER_OFF)
 
     def _observe_probe(self, probe: Probe, ordered: float) -> None:

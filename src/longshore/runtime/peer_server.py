@@ -54,7 +54,7 @@ _PARTS = 512
 """Pieces of memory that one system call sends, at most: each value is three of them."""
 _SEND_BYTES = 256 << 10
 """Bytes of images after which what is ready is sent: the client receives while the next checksums are computed."""
-_THERE = (Presence.WARMEST, Presence.COLDER)
+_THERE = (Presence.HOST, Presence.COLDER)
 _WORDS, _WORD_BYTES, _LINE_BYTES = 4, 512, 16
 _ADDRESS = re.compile(rb"ls1/([0-9a-f]{64})/([0-9a-f]{64})")
 _COMMAND = re.compile(
@@ -76,7 +76,7 @@ class TierSource:
     ) -> None:
         """`namespace` is the present one; `is_coming` says of a chunk that no tier has whether one will have it soon.
 
-        Both are called within a transaction; resets change the namespace within one, too.
+        Both are called within a batch of the runtime; resets change the namespace within one, too.
         """
         self._runtime = runtime
         self._host = host
@@ -84,13 +84,13 @@ class TierSource:
         self._is_coming = is_coming
         self._bytes = host.slabs.image_bytes[0]
         self.at_once = max(1, min(_AT_ONCE // self._bytes, _PARTS // 3))
-        """Values that are held together, at most."""
+        """Values that are leased together, at most."""
         self._request_number: int | None = None
         """Of all reads for peers: they are no requests of this engine."""
 
     def lengths(self, addresses: Sequence[bytes]) -> list[int]:
         """The length of each value; 0 for one that is not there, `COMING` for one that will be."""
-        with self._runtime.transaction() as cache:
+        with self._runtime.batch() as cache:
             namespace = self._namespace()
             keys = [self._key(each, namespace) for each in addresses]
             known = [key for key in keys if key is not None]
@@ -98,24 +98,24 @@ class TierSource:
             return [0 if key is None else self._length(key, where[key]) for key in keys]
 
     @contextlib.contextmanager
-    def held(self, addresses: Sequence[bytes]) -> Iterator[Iterable[tuple[bytes, memoryview] | None]]:
+    def leased(self, addresses: Sequence[bytes]) -> Iterator[Iterable[tuple[bytes, memoryview] | None]]:
         """Header and image of each value, whose slots are not written meanwhile; `None` for one that is not there.
 
         A checksum is computed when its value is taken: the image is in the core's cache when it is sent.
         """
         with contextlib.ExitStack() as undo:
-            slots = self._hold(addresses, undo)
+            slots = self._lease(addresses, undo)
             yield (self._value(*slots[each]) if each in slots else None for each in addresses)
 
-    def _release(self, held: int | Lease) -> None:
-        with self._runtime.transaction() as cache:
-            cache.release(held)
+    def _release(self, what: int | Lease) -> None:
+        with self._runtime.batch() as cache:
+            cache.release(what)
 
     def _value(self, slot: int, identity: Identity) -> tuple[bytes, memoryview]:
         image = self._host.arena.view(self._host.slabs.offset(0, slot), self._bytes)
         return pack_header(identity, image), image
 
-    def _hold(self, addresses: Sequence[bytes], undo: contextlib.ExitStack) -> dict[bytes, tuple[int, Identity]]:
+    def _lease(self, addresses: Sequence[bytes], undo: contextlib.ExitStack) -> dict[bytes, tuple[int, Identity]]:
         """Slots of host memory with what is in each, by address; not written until `undo` releases them.
 
         What only files have is read into host memory first, for at most `READING` seconds.
@@ -123,12 +123,12 @@ class TierSource:
         was_read = False
         while True:
             with contextlib.ExitStack() as reading:
-                with self._runtime.transaction() as cache:  # may raise at its end; between two, weights may change
+                with self._runtime.batch() as cache:  # may raise at its end; between two, weights may change
                     namespace = self._namespace()
                     names = {key: each for each in addresses if (key := self._key(each, namespace)) is not None}
                     seen = self._seen(cache, list(names))
                     if was_read or Presence.COLDER not in seen.presences:
-                        is_ready = [each is Presence.WARMEST for each in seen.presences]
+                        is_ready = [each is Presence.HOST for each in seen.presences]
                         ready = list(compress(names, is_ready))
                         if not ready:
                             return {}
@@ -223,7 +223,7 @@ class PeerServer:
                 pass
             except OSError as error:
                 if not self._closed:
-                    _log.error("peers: no connection could be accepted: %s", error)
+                    _log.error("peers: no connection could be accepted, peers wait: %s; check ulimit -n", error)
                     time.sleep(_LATE_SECONDS)
             else:
                 self._begin(sock)
@@ -265,7 +265,7 @@ class PeerServer:
             if not self._closed:
                 _log.debug("peers: a client was dropped: %s", error)
         except Exception:  # noqa: BLE001 - others are served
-            _log.exception("peers: a client could not be served; others are")
+            _log.exception("peers: the connection of a client failed and was closed, others go on; report this")
         finally:
             with self._lock:
                 self.deadlines.pop(sock, None)
@@ -366,7 +366,7 @@ class PeerClient:
         present = absent = nbytes = written = 0
         answers, sent = {"present": 0, "absent": 0}, self._sent
         try:
-            with self._server.source.held(addresses) as values:
+            with self._server.source.leased(addresses) as values:
                 self._has(SENDING)  # for all of them, however many times is sent
                 parts: list[bytes | memoryview] = []
                 for each in values:

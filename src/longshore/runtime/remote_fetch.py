@@ -55,12 +55,12 @@ def count_fetchable(runtime: Runtime, path: GroupKeys, context: int, chunk_token
 
     The gate counts them as ordered now, so it must not be asked again: it would queue them behind themselves.
     """
-    with runtime.transaction() as cache:
+    with runtime.batch() as cache:
         found = _known_after(
             runtime, cache, path, context, chunk_tokens, probe=True, for_prefetch=False, is_agreed=True
         )
     runtime.wait_jobs(found.probes, timeout)
-    with runtime.transaction() as cache:
+    with runtime.batch() as cache:
         return _known_after(runtime, cache, path, context, chunk_tokens, probe=False, for_prefetch=False).num_chunks
 
 
@@ -74,11 +74,11 @@ def fetch_and_wait(
     Returns the store of each chunk that was ordered. `is_agreed`: the gate has said that all of `path` is to be
     fetched.
     """
-    with runtime.transaction() as cache:
+    with runtime.batch() as cache:
         under_way = fetch(runtime, cache, path, context, chunk_tokens, is_agreed=is_agreed)
     names = under_way.names
     if under_way.probes and runtime.wait_jobs(under_way.probes, timeout):
-        with runtime.transaction() as cache:
+        with runtime.batch() as cache:
             more = fetch(runtime, cache, path, context, chunk_tokens, probe=False, is_agreed=is_agreed)
         under_way, names = (more if more.jobs else under_way), {**names, **more.names}
     runtime.wait_jobs(under_way.jobs, timeout)
@@ -96,7 +96,7 @@ def fetch(
     for_prefetch: bool = False,
     is_agreed: bool = False,
 ) -> Fetch:
-    """What `fetch_and_wait` does, without waiting, inside `Runtime.transaction`. `for_prefetch` is as for the gate."""
+    """What `fetch_and_wait` does, without waiting, inside `Runtime.batch`. `for_prefetch` is as for the gate."""
     found = _known_after(
         runtime, cache, path, context, chunk_tokens, probe=probe, for_prefetch=for_prefetch, is_agreed=is_agreed
     )

@@ -115,13 +115,13 @@ def _clear(stack: Stack, key: Key) -> None:
     stack.runtime.wait_idle(stack.config.write_timeout)
     tiers = {HOST: stack.host, FILE: stack.file}
     for tier in [name for name, tier in tiers.items() if tier is not None]:
-        with stack.runtime.transaction() as cache:
+        with stack.runtime.batch() as cache:
             cache.discard([key], tier)
 
 
 def _offload(stack: Stack, key: Key, blocks: Sequence[int]) -> None:
     stack.transfer_engine.begin_step(None)
-    with stack.runtime.transaction() as cache:
+    with stack.runtime.batch() as cache:
         job = cache.store({0: GroupKeys([key])}, {0: blocks}, before_eviction=True)[0].job
     if job is None:
         raise SelfTestError("the first tier did not accept the test block")
@@ -132,7 +132,7 @@ def _offload(stack: Stack, key: Key, blocks: Sequence[int]) -> None:
 
 
 def _discard(stack: Stack, key: Key, tier: str) -> None:
-    with stack.runtime.transaction() as cache:
+    with stack.runtime.batch() as cache:
         if cache.discard([key], tier) != 1:
             raise SelfTestError(f"the test block was stored, but is not in the {tier} tier")
 
@@ -147,7 +147,7 @@ def _check(
 ) -> None:
     device.write(blocks, ~pattern)
     stack.transfer_engine.begin_step(None)
-    with stack.runtime.transaction() as cache:
+    with stack.runtime.batch() as cache:
         lease = cache.lookup({0: GroupKeys([key])}, stack.runtime.clock()).lease
         if lease is None:
             raise SelfTestError(f"the test block was stored, but is not in the {tier} tier")
@@ -155,7 +155,7 @@ def _check(
     try:
         outcome = stack.runtime.wait_load(lease).outcome
     finally:
-        with stack.runtime.transaction() as cache:
+        with stack.runtime.batch() as cache:
             cache.release(lease)
     if outcome is None or outcome.sources != (tier,):
         sources = "no tier" if outcome is None or not outcome.sources else outcome.sources

@@ -25,9 +25,9 @@ from longshore.boundary import FILE, HOST, PEERS, REMOTE, Key, Mover, Slabs, by_
 from longshore.cache import (
     CacheGroup,
     CacheSettings,
-    Found,
     GroupKeys,
     Lease,
+    LookupResult,
     PrefetchPolicy,
     RecomputeGate,
     TieredCache,
@@ -129,7 +129,7 @@ class Stack:
 
     def load_path(
         self,
-        found: Found,
+        found: LookupResult,
         path: GroupKeys,
         blocks: Sequence[int],
         on_job: JobCallback,
@@ -141,7 +141,7 @@ class Stack:
         """Fill device `blocks` with the leading chunks of what `found` leases of `path`; the tier that each came from.
 
         `origins` are the tiers that chunks were brought up from for this prompt before, by key.
-        If the missing chunks exceed half of the warmest tier, or it has too many chunks without a backup, they are
+        If the missing chunks exceed half of the host tier, or it has too many chunks without a backup, they are
         loaded in parts of that size, and backups make room before each part. All ends within `load_timeout`, and what
         has arrived by then counts. The caller releases the lease. `on_job` is called with each job and the blocks that
         it fills: a job may still run when this returns. The first of the blocks is sub-block `skip` of its chunk.
@@ -150,7 +150,7 @@ class Stack:
 
     def start_load(
         self,
-        found: Found,
+        found: LookupResult,
         path: GroupKeys,
         blocks: Sequence[int],
         on_job: JobCallback,
@@ -161,12 +161,12 @@ class Stack:
     ) -> Callable[[], list[str]]:
         """Begin `load_path`; the function that is returned waits for it, and returns the tiers.
 
-        Copies from the warmest tier begin now. If chunks are in colder tiers, all copies begin when that is called.
+        Copies from the host tier begin now. If chunks are in colder tiers, all copies begin when that is called.
         """
         lease, per_chunk, timeout = found.lease, self.config.blocks_per_chunk, self.config.load_timeout
         if lease is None:
             return list
-        with self.runtime.transaction() as cache:
+        with self.runtime.batch() as cache:
             runs, dirty = cache.progress(lease).runs, cache.backups_needed
         tiers = [run.tier for run in runs for _ in range(run.num_chunks)][: -(-(skip + len(blocks)) // per_chunk)]
         missing = len(tiers) - tiers.count(FILE if self.host is None else HOST)
@@ -181,7 +181,7 @@ class Stack:
 
     def _load_in_parts(
         self,
-        found: Found,
+        found: LookupResult,
         path: GroupKeys,
         blocks: Sequence[int],
         on_job: JobCallback,
@@ -194,7 +194,7 @@ class Stack:
         while len(sources) < found.num_chunks and (left := deadline - runtime.clock()) > 0:
             done, now, end = len(sources), runtime.clock(), min(found.num_chunks, len(sources) + self._part)
             part = GroupKeys(path.keys[: path.start + end], path.start + done)
-            with runtime.transaction() as cache:
+            with runtime.batch() as cache:
                 hit = cache.lookup({0: part}, now, request=request, request_number=number, count=False, remote_tiers=())
                 if hit.lease is None:
                     break
@@ -206,7 +206,7 @@ class Stack:
                     self._order_load(hit.lease, mine, 0 if done else skip, on_job, origins, left)
                     sources += self._wait_load(hit.lease)
             finally:
-                with runtime.transaction() as cache:
+                with runtime.batch() as cache:
                     cache.release(hit.lease)
             if len(sources) < end:
                 break
@@ -224,7 +224,7 @@ class Stack:
     ) -> int:
         """Store chunks of a path as `TieredCache.store` does; how long a prefix is stored, or being stored, then.
 
-        With `timeout`, in seconds, they are offered in parts of half of the warmest tier, and room that is being made
+        With `timeout`, in seconds, they are offered in parts of half of the host tier, and room that is being made
         for a part is waited for. `on_job` is told which of the `blocks` each job reads.
         """
         runtime, per_chunk, names = self.runtime, self.config.blocks_per_chunk, path.keys
@@ -233,7 +233,7 @@ class Stack:
             end, left = min(len(names), first + most), deadline - runtime.clock()
             part, skipped = path._replace(chunks=names[:end], start=first), (first - path.start) * per_chunk
             mine = blocks[skipped : (end - path.start) * per_chunk]
-            with runtime.transaction() as cache:
+            with runtime.batch() as cache:
                 store = functools.partial(cache.store, before_eviction=before_eviction, request_number=request_number)
                 scheduled = store({0: part}, {0: mine}, wait_for_room=left > 0)[0]
                 if scheduled.job is not None:
@@ -248,15 +248,15 @@ class Stack:
 
     @property
     def _part(self) -> int:
-        """How many chunks pass through the warmest tier at a time, if not all fit: half of its slots."""
-        warmest = self.file if self.host is None else self.host
-        return 1 if warmest is None else max(1, warmest.slabs.indices // 2)
+        """How many chunks pass through the host tier at a time, if not all fit: half of its slots."""
+        tier = self.file if self.host is None else self.host
+        return 1 if tier is None else max(1, tier.slabs.indices // 2)
 
     def _order_load(
         self, lease: Lease, blocks: Sequence[int], skip: int, on_job: JobCallback, origins: Origins, timeout: float
     ) -> None:
         per_chunk, at = self.config.blocks_per_chunk, -skip
-        with self.runtime.transaction() as cache:
+        with self.runtime.batch() as cache:
             for job in cache.load(lease, {0: blocks}, skip=skip, timeout=timeout, origins=origins).jobs:
                 end = at + job.num_chunks * per_chunk
                 on_job(job.job, blocks[max(0, at) : end])
@@ -315,7 +315,7 @@ class Stack:
                 "after waking up; raise write_timeout",
                 self.config.write_timeout,
             )
-        with self.runtime.transaction() as cache:
+        with self.runtime.batch() as cache:
             cache.reset(keep=keep)
         if HOST in keep or self.arena is None:
             return
@@ -374,7 +374,7 @@ def open_stack(
     tokens of chunks are kept for partial matches. Without either all of a path must be there.
     `open_file` makes the file tier, with the arguments of `FileTier`, `open_gds` that of mode `gds`, with those of
     `GdsFileTier`: the place for wrappers around them. `open_remote` makes remote tiers beside the stores of `config`,
-    of which the first that has a chunk is read; each is called with `arena`, `image_bytes` (by pool), `scope` and
+    of which the first that has a chunk is read; each is called with `arena`, `image_bytes` (by size class), `scope` and
     `generation` (that of the file tier), and closed with the stack. `open_store` makes those of `config`, from a URL,
     a name, and the same. Where the device keeps no images, `gds` becomes
     `posix` with a host tier of the default size, and the log says so. Raises `ConfigError` when the machine cannot give
@@ -388,11 +388,11 @@ def open_stack(
     staging = staging or open_staging(config, layout, device)
     arena = host = file = staging_mover = None
     sizes: tuple[int, ...] = (layout.image_bytes,)
-    pools: tuple[int, ...] = ()
+    size_classes: tuple[int, ...] = ()
     with contextlib.ExitStack() as undo:
         if staging is None:
             check_size("host_size", config.host_size, layout.image_bytes)
-            sizes, pools = by_size([layout.image_bytes_of(group) for group in range(len(layout.groups))])
+            sizes, size_classes = by_size([layout.image_bytes_of(group) for group in range(len(layout.groups))])
             slabs = Slabs.within(config.host_size, sizes)
             arena = open_arena(config, slabs.slabs, slabs.slab_bytes, registrar_for(layout.device))
             undo.callback(arena.close)
@@ -425,7 +425,7 @@ def open_stack(
             tier = opener(arena=arena, image_bytes=sizes, scope=scope.digest, generation=generation)
             undo.callback(tier.close)
             probers.append(KeyedMover(tier, slots))
-        of_groups = {"groups": tuple(groups), "partial": partial, "pools": pools}
+        of_groups = {"groups": tuple(groups), "partial": partial, "size_classes": size_classes}
         runtime = _make_runtime(config, layout, scope, host, file, movers, probers, **of_groups)
         undo.callback(runtime.close, 0.0)
         loop = BackgroundLoop(runtime) if config.background else None
@@ -527,7 +527,7 @@ def adopt_found(cache: TieredCache, file: Tier) -> None:
     skipped = len(found) - adopted
     _log.info("file tier: recovered %d of %d chunk images", adopted, len(found))
     if skipped:
-        _log.info("file tier: %d skipped: image size differs from the slab's or the parent's", skipped)
+        _log.info("file tier: %d records skipped: their image size is not that of their slab or parent", skipped)
     if others:
         _log.warning(
             "file tier: %d records belong to other models, weights or settings; they are overwritten when no empty "

@@ -35,7 +35,7 @@ from longshore.boundary import (
 from longshore.config import Config, format_bytes
 from longshore.errors import DeviceError, PlanError, TierClosedError, log_seldom
 from longshore.layout.model import KVLayout
-from longshore.runtime.error_handler import refusal_status
+from longshore.runtime.error_handler import submit_status
 from longshore.tiers.base import Op, Tier, TierOp, check_batch
 from longshore.transfer.device.base import Device
 from longshore.transfer.engine import D2D, D2H, H2D, TransferEngine
@@ -308,7 +308,7 @@ class StagingMover:
 
     def _refused(self, piece: _StagedPiece, error: Exception) -> Status:
         """Of what the engine or the tier did not take, while `error` is being handled."""
-        status = refusal_status(error)
+        status = submit_status(error)
         if status in (Status.DEVICE_ERROR, Status.INTERNAL_ERROR):
             job, route = piece.job.transfer.job, piece.job.transfer.route
             log_seldom(_log, "transfer job %d (%s) failed; %s; report this", job, route, route.loss)
@@ -356,8 +356,9 @@ class StagingMover:
             if ours is None or other is not None:
                 raise PlanError(f"item {position}: expected the device and a slot of the file tier, got {item}")
             offset = self._staging.slabs.offset(0, slot)
-            length = self._tier.image_bytes[ours.pool]
-            batch.append(TierOp(op, ours.index, item.key, item.parent, offset, length, transfer.generation, ours.pool))
+            length = self._tier.image_bytes[ours.size_class]
+            identity = ours.index, item.key, item.parent
+            batch.append(TierOp(op, *identity, offset, length, transfer.generation, ours.size_class))
         return batch
 
     def _inner(self, piece: _StagedPiece, count: int, route: Route) -> Transfer:

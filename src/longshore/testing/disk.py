@@ -330,23 +330,23 @@ class OneByOneQueue:
             return -(error.errno or errno.EIO)
 
 
-def flip_header_bit(directory: Path, slot: int, bit: int, pool: int = 0) -> None:
+def flip_header_bit(directory: Path, slot: int, bit: int, size_class: int = 0) -> None:
     """Flip one bit of the header page of `slot`."""
-    _flip(directory, slot, bit, pool, start=0, nbytes=DISK_PAGE)
+    _flip(directory, slot, bit, size_class, start=0, nbytes=DISK_PAGE)
 
 
-def flip_image_bit(directory: Path, slot: int, bit: int, pool: int = 0) -> None:
-    """Flip one bit of the image in `slot` of `pool`."""
-    image_bytes = parse_superblock((directory / SUPERBLOCK).read_bytes()).image_bytes[pool]
-    _flip(directory, slot, bit, pool, start=DISK_PAGE, nbytes=image_bytes)
+def flip_image_bit(directory: Path, slot: int, bit: int, size_class: int = 0) -> None:
+    """Flip one bit of the image in `slot` of `size_class`."""
+    image_bytes = parse_superblock((directory / SUPERBLOCK).read_bytes()).image_bytes[size_class]
+    _flip(directory, slot, bit, size_class, start=DISK_PAGE, nbytes=image_bytes)
 
 
-def _flip(directory: Path, slot: int, bit: int, pool: int, *, start: int, nbytes: int) -> None:
+def _flip(directory: Path, slot: int, bit: int, size_class: int, *, start: int, nbytes: int) -> None:
     slabs = parse_superblock((directory / SUPERBLOCK).read_bytes()).geometry
     if not 0 <= bit < 8 * nbytes:
         raise TierError(f"bit {bit} does not lie in [0, {8 * nbytes})")
     try:
-        offset = slabs.offset(pool, slot) + start + bit // 8
+        offset = slabs.offset(size_class, slot) + start + bit // 8
     except PlanError as error:
         raise TierError(str(error)) from None
     fd = os.open(directory / SEGMENT, os.O_RDWR)

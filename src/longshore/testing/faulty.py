@@ -190,13 +190,13 @@ class FaultyTier(Tier):
         """The inner tier's."""
         return self.inner.others()
 
-    def discard(self, slots: Sequence[int]) -> None:
+    def delete_records(self, slots: Sequence[int]) -> None:
         """The inner tier discards."""
-        self.inner.discard(slots)
+        self.inner.delete_records(slots)
 
-    def forget(self, generation: int) -> None:
+    def reset(self, generation: int) -> None:
         """The inner tier forgets."""
-        self.inner.forget(generation)
+        self.inner.reset(generation)
 
     def weights_changed(self) -> None:
         """The inner tier hears of it."""

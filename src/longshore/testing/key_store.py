@@ -30,7 +30,7 @@ class StoreFault(enum.Enum):
 
 
 class KeyStore(KeyedTier):
-    """Copies the bytes of images of `image_bytes` (by pool) between `arena` and a dictionary, inside `poll`.
+    """Copies the bytes of images of `image_bytes` (by size class) between `arena` and a dictionary, inside `poll`.
 
     Attributes:
         images: What it has.
@@ -57,7 +57,7 @@ class KeyStore(KeyedTier):
         self._arena = arena
         self._clock = clock
         self._lapsed: set[tuple[Key, int]] = set()
-        self._forgotten = 0
+        self._oldest_valid = 0
         self._tickets = 0
         self._open: dict[int, tuple[OpBatch, float]] = {}
         self._asked: dict[int, tuple[tuple[bool, ...], float]] = {}
@@ -73,7 +73,7 @@ class KeyStore(KeyedTier):
         """Ask which of `keys` are there; `answers` returns the answer."""
         self._check_open()
         self._tickets += 1
-        known = (self.images.keys() | self._lapsed) if generation >= self._forgotten else set()
+        known = (self.images.keys() | self._lapsed) if generation >= self._oldest_valid else set()
         present = tuple((key, generation) in known for key in keys)
         self._asked[self._tickets] = present, self._clock() + self.seconds
         return self._tickets
@@ -116,10 +116,10 @@ class KeyStore(KeyedTier):
         self._settle()
         self._asked.clear()
 
-    def forget(self, generation: int) -> None:
+    def reset(self, generation: int) -> None:
         """Serve nothing that was written before `generation`."""
         check_generation(generation)
-        self._forgotten = max(self._forgotten, generation)
+        self._oldest_valid = max(self._oldest_valid, generation)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -141,14 +141,14 @@ class KeyStore(KeyedTier):
                 state.end(index, self._write(op) if op.op is Op.WRITE else self._read(op), self._clock())
 
     def _write(self, op: TierOp) -> Status:
-        if op.generation < self._forgotten:
+        if op.generation < self._oldest_valid:
             return Status.CANCELLED  # nobody could ever read it
         self.images[op.key, op.generation] = bytes(self._arena.view(op.offset, op.length))
         self._lapsed.discard((op.key, op.generation))
         return Status.OK
 
     def _read(self, op: TierOp) -> Status:
-        image = self.images.get((op.key, op.generation)) if op.generation >= self._forgotten else None
+        image = self.images.get((op.key, op.generation)) if op.generation >= self._oldest_valid else None
         if image is None:
             self.fired[StoreFault.LAPSE] += (op.key, op.generation) in self._lapsed
             self._lapsed.discard((op.key, op.generation))

@@ -146,26 +146,26 @@ class TierTests:
 
     def test_what_was_forgotten_is_a_miss_under_any_generation(self, harness: TierHarness) -> None:
         old = harness.tier.generation
-        harness.tier.forget(old + 1)
+        harness.tier.reset(old + 1)
         harness.store(0, 0, generation=old + 1)
-        harness.tier.forget(old + 2)
+        harness.tier.reset(old + 2)
         harness.assert_misses(0, 0, generation=old + 1)
         harness.assert_misses(0, 0, generation=old + 2)
         harness.assert_misses(0, 0, generation=old)
 
     def test_a_late_write_of_a_forgotten_generation_is_never_served(self, harness: TierHarness) -> None:
         old = harness.tier.generation
-        harness.tier.forget(old + 1)
+        harness.tier.reset(old + 1)
         harness.run(harness.op(Op.WRITE, 0, 0, generation=old))
         harness.assert_misses(0, 0, generation=old)
         harness.assert_misses(0, 0, generation=old + 1)
 
     def test_forgetting_does_not_end_the_tier_and_never_goes_back(self, harness: TierHarness) -> None:
         new = harness.tier.generation + 3
-        harness.tier.forget(new)
+        harness.tier.reset(new)
         harness.store(0, 0, generation=new)
-        harness.tier.forget(new)
-        harness.tier.forget(new - 1)
+        harness.tier.reset(new)
+        harness.tier.reset(new - 1)
         harness.assert_serves(0, 0, generation=new)
 
     # A batch is taken as a whole, or refused as a whole
@@ -328,7 +328,7 @@ class TierTests:
         self._only_if_persistent()
         for slot in range(3):
             harness.store(slot, slot)
-        harness.tier.discard([1])
+        harness.tier.delete_records([1])
         harness.reopen()
         assert harness.tier.recover() == [StoredChunk(0, key(0), None), StoredChunk(2, key(2), None)]
         harness.store(1, 3)
@@ -339,7 +339,7 @@ class TierTests:
         self._only_if_persistent()
         harness.store(0, 0)
         new = harness.tier.generation + 1
-        harness.tier.forget(new)
+        harness.tier.reset(new)
         harness.store(1, 1, generation=new)
         harness.reopen()
         assert harness.tier.generation == new

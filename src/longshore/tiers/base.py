@@ -30,12 +30,12 @@ import enum
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from longshore.boundary import Key, Slabs, Status, StoredChunk
-from longshore.errors import PlanError, TierError
+from longshore.errors import PlanError, TierError, former_name
 
 
 class Op(enum.Enum):
@@ -52,11 +52,11 @@ BY_KEY = -1
 class TierOp(NamedTuple):
     """One image to move.
 
-    `slot` is the index in an owned tier, or `BY_KEY`, and `pool` its image size (`longshore.boundary`). `offset` and
-    `length` are bytes in the arena, and must lie within it; `length` must not exceed the pool's `image_bytes`. A `READ`
-    serves only bytes that were written under the same `key` and `generation`. Anything else ends with another status,
-    and the destination's bytes are undefined. A `WRITE` assigns the slab of its slot to its pool: images of other
-    pools in the slab are lost.
+    `slot` is the index in an owned tier, or `BY_KEY`, and `size_class` its image size (`longshore.boundary`). `offset`
+    and `length` are bytes in the arena, and must lie within it; `length` must not exceed the `image_bytes` of the size
+    class. A `READ` serves only bytes that were written under the same `key` and `generation`. Anything else ends with
+    another status, and the destination's bytes are undefined. A `WRITE` assigns the slab of its slot to its size class:
+    images of other size classes in the slab are lost.
     """
 
     op: Op
@@ -66,7 +66,10 @@ class TierOp(NamedTuple):
     offset: int
     length: int
     generation: int
-    pool: int = 0
+    size_class: int = 0
+
+
+TierOp.pool = former_name("pool", "size_class")  # type: ignore[attr-defined]
 
 
 class TierResult(NamedTuple):
@@ -88,12 +91,19 @@ class Tier(ABC):
     Attributes:
         name: Of the tier, in routes and tables.
         slabs: Numbering and sizes of its slots.
-        image_bytes: Bytes of the longest image in a slot, by pool.
+        image_bytes: Bytes of the longest image in a slot, by size class.
     """
 
     name: str
     slabs: Slabs
     image_bytes: tuple[int, ...]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Raises `TypeError` for a tier that defines methods under their former names: they would not be called."""
+        for old, new in {"discard": "delete_records", "forget": "reset"}.items():
+            if old in vars(cls):
+                raise TypeError(f"{cls.__name__}.{old} is not called any more: rename it to {new}")
+        super().__init_subclass__(**options)
 
     @abstractmethod
     def submit(self, batch: Sequence[TierOp], deadline: float) -> int:
@@ -125,14 +135,14 @@ class Tier(ABC):
         """
         return ()
 
-    def discard(self, slots: Sequence[int]) -> None:  # noqa: B027 - nothing to do for a tier that keeps nothing
-        """Discard the content of `slots`: `recover` must not return it after a restart."""
+    def delete_records(self, slots: Sequence[int]) -> None:  # noqa: B027 - nothing to do for a tier that keeps nothing
+        """Delete the records in `slots`: `recover` must not return them after a restart."""
 
-    def forget(self, generation: int) -> None:  # noqa: B027 - nothing to do for a tier that keeps nothing
+    def reset(self, generation: int) -> None:  # noqa: B027 - nothing to do for a tier that keeps nothing
         """Serve no record from before `generation`, from now on and after a restart."""
 
     def weights_changed(self) -> None:  # noqa: B027 - nothing to do for a tier that keeps nothing
-        """Weights have changed: no engine that starts later may read records written after the next `forget`."""
+        """Weights have changed: no engine that starts later may read records written after the next `reset`."""
 
     @property
     def fallbacks(self) -> Mapping[str, int]:
@@ -204,7 +214,7 @@ def check_batch(
 ) -> None:
     """Raise `TierError` unless every operation of `batch` is valid; remote tiers have no `slabs`.
 
-    `last_reset` is the generation last given to `forget`: nothing newer is valid.
+    `last_reset` is the generation last given to `reset`: nothing newer is valid.
     """
     if math.isnan(deadline):
         raise TierError("expected a deadline in clock seconds, got NaN")
@@ -257,16 +267,17 @@ def check_digest(what: str, digest: bytes) -> None:
 def _check_op(op: TierOp, slabs: Slabs | None, image_bytes: Sequence[int], arena_bytes: int) -> None:
     if not isinstance(op.op, Op):
         raise TierError(f"expected Op.READ or Op.WRITE, got {op.op!r}")
-    numbers = op.slot, op.offset, op.length, op.generation, op.pool
+    numbers = op.slot, op.offset, op.length, op.generation, op.size_class
     if set(map(type, numbers)) != {int}:
-        for what, number in zip(("a slot", "an offset", "a length", "a generation", "a pool"), numbers, strict=True):
+        names = "a slot", "an offset", "a length", "a generation", "a size class"
+        for what, number in zip(names, numbers, strict=True):
             _check_whole(what, number)
     if slabs is not None:
-        slabs.check(op.pool, op.slot)
-    elif op.slot != BY_KEY or not 0 <= op.pool < len(image_bytes):
-        raise TierError(f"a remote tier is addressed by key, got slot {op.slot} of pool {op.pool}")
-    if not 0 < op.length <= image_bytes[op.pool]:
-        raise TierError(f"expected a length in [1, {image_bytes[op.pool]}], got {op.length}")
+        slabs.check(op.size_class, op.slot)
+    elif op.slot != BY_KEY or not 0 <= op.size_class < len(image_bytes):
+        raise TierError(f"a remote tier is addressed by key, got slot {op.slot} of size class {op.size_class}")
+    if not 0 < op.length <= image_bytes[op.size_class]:
+        raise TierError(f"expected a length in [1, {image_bytes[op.size_class]}], got {op.length}")
     if op.offset < 0 or op.offset + op.length > arena_bytes:
         raise TierError(f"bytes [{op.offset}, {op.offset + op.length}) are outside an arena of {arena_bytes} bytes")
     check_digest("a key", op.key)

@@ -70,15 +70,15 @@ class TierMover:
         if host_slot is None:
             raise PlanError(f"expected a host slot on one side of a transfer between tiers, got {item}")
         index = self._address(tier_slot, host_slot)
-        slabs, pool = self._host.slabs, host_slot.pool
-        offset, length = slabs.offset(pool, host_slot.index), slabs.image_bytes[pool]
-        return TierOp(op, index, item.key, item.parent, offset, length, generation, pool)
+        slabs, size_class = self._host.slabs, host_slot.size_class
+        offset, length = slabs.offset(size_class, host_slot.index), slabs.image_bytes[size_class]
+        return TierOp(op, index, item.key, item.parent, offset, length, generation, size_class)
 
     def _address(self, tier_slot: Slot | None, host_slot: Slot) -> int:
-        """The index of the slot in the tier. Raises `PlanError` where there is none, or one of another pool."""
-        if tier_slot is None or tier_slot.pool != host_slot.pool:
+        """The index of the slot in the tier. Raises `PlanError` where there is none, or one of another size class."""
+        if tier_slot is None or tier_slot.size_class != host_slot.size_class:
             raise PlanError(
-                f"expected slots of one pool on both sides of a transfer between tiers, got {tier_slot} and {host_slot}"
+                f"expected slots of one size class on both sides of a transfer, got {tier_slot} and {host_slot}"
             )
         return tier_slot.index
 

@@ -43,9 +43,9 @@ from longshore.cache import (
     CacheSettings,
     Counters,
     DropReason,
-    Found,
     GroupKeys,
     Lease,
+    LookupResult,
     Presence,
     Protection,
     RecomputeGate,
@@ -379,7 +379,7 @@ class Replica:
                 self._load(visit, self._coming(visit, found))
             self._submit()
 
-    def _look(self, visit: _Visit, end: int) -> Found:
+    def _look(self, visit: _Visit, end: int) -> LookupResult:
         """Lease what the tiers have of the keys up to `end`, behind what is leased already."""
         path = GroupKeys(visit.keys[:end], visit.matched)
         found = self.cache.lookup(
@@ -396,7 +396,7 @@ class Replica:
         self._load(visit, self._coming(visit, self._look(visit, visit.usable)))
         self._submit()
 
-    def _coming(self, visit: _Visit, found: Found) -> int:
+    def _coming(self, visit: _Visit, found: LookupResult) -> int:
         """Number of chunks after the leased ones that the remote store has, including those in flight."""
         if self.remote is None:
             return 0
@@ -500,7 +500,7 @@ class Replica:
             path, blocks = {0: GroupKeys(visit.keys, first)}, {0: range(len(visit.keys) - first)}
             held = self.cache.counters.drops[HOST][DropReason.BACKPRESSURE]
             scheduled = self.cache.store(path, blocks, request_number=visit.request_number)[0]
-            had = {*scheduled.positions, *scheduled.known}
+            had = {*scheduled.positions, *scheduled.already_stored}
             if len(had) < len(visit.keys) - first:
                 busy = self.cache.counters.drops[HOST][DropReason.BACKPRESSURE] > held
                 lacking = [visit.keys[at] for at in range(first, len(visit.keys)) if at not in had]

@@ -323,7 +323,7 @@ def plan_copy_inside(
 
 def _source(layout: KVLayout, group: int, item: Item, index: int) -> int:
     slot, pool = item.source, layout.pools[group]
-    if not isinstance(slot, Slot) or (slot.tier, slot.pool) != (DEVICE, pool) or item.destination is not None:
+    if not isinstance(slot, Slot) or (slot.tier, slot.size_class) != (DEVICE, pool) or item.destination is not None:
         raise PlanError(
             f"item {index}: expected a slot of device pool {pool} to copy from, got {slot} into {item.destination}"
         )
@@ -426,23 +426,23 @@ def memory_of(host: HostSlots) -> object:
 
 def images_of(transfer: Transfer, host: HostSlots) -> HostImages:
     """Offsets of the items' images; `PlanError` for an item that is not between a host slot and the device."""
-    pools = _slots_by_pool(transfer)
+    by_class = _slots_by_size_class(transfer)
     items = transfer.items
     offsets, room = np.empty(len(items), np.int64), np.empty(len(items), np.int64)
     overlap_units = [np.empty(0, np.int64)]
-    for pool, (positions, indices) in pools.items():
-        offsets[positions] = host.slabs.offsets(pool, indices)
-        room[positions] = host.slabs.image_bytes[pool]
-        overlap_units.append(host.slabs.overlap_units(pool, indices))
+    for size_class, (positions, indices) in by_class.items():
+        offsets[positions] = host.slabs.offsets(size_class, indices)
+        room[positions] = host.slabs.image_bytes[size_class]
+        overlap_units.append(host.slabs.overlap_units(size_class, indices))
     together = np.concatenate(overlap_units)
-    twice = repeated(together, host.slabs.indices) if len(pools) > 1 else None
+    twice = repeated(together, host.slabs.indices) if len(by_class) > 1 else None
     if twice is not None:
         raise PlanError(f"slots of different image sizes overlap in one slab, near slot {twice}")
     return HostImages(offsets, room, together)
 
 
-def _slots_by_pool(transfer: Transfer) -> dict[int, tuple[slice | list[int], Sequence[int]]]:
-    """By pool, the positions of the items that are in it, and the indices of their slots."""
+def _slots_by_size_class(transfer: Transfer) -> dict[int, tuple[slice | list[int], Sequence[int]]]:
+    """By size class, the positions of the items that are in it, and the indices of their slots."""
     into_host = transfer.route.destination == HOST
     if isinstance(transfer.items, Items):
         sides = (transfer.items.destination, transfer.items.source)
@@ -451,17 +451,17 @@ def _slots_by_pool(transfer: Transfer) -> dict[int, tuple[slice | list[int], Seq
             raise PlanError(f"expected items between the device and host slots, got {device} and {slots}")
         if len(slots.indices) != len(transfer.items):
             raise PlanError(f"expected a slot for each of {len(transfer.items)} items, got {len(slots.indices)}")
-        return {slots.pool: (slice(None), slots.indices)}
-    pools: dict[int, tuple[list[int], list[int]]] = {}
+        return {slots.size_class: (slice(None), slots.indices)}
+    by_class: dict[int, tuple[list[int], list[int]]] = {}
     for position, item in enumerate(transfer.items):
         both = (item.destination, item.source)
         slot, other = both if into_host else both[::-1]
         if other is not None or not isinstance(slot, Slot) or slot.tier != HOST or not isinstance(slot.index, int):
             raise PlanError(f"item {position}: expected the device and a host slot, got {other} and {slot}")
-        items, indices = pools.setdefault(slot.pool, ([], []))
+        items, indices = by_class.setdefault(slot.size_class, ([], []))
         items.append(position)
         indices.append(slot.index)
-    return {pool: (items, indices) for pool, (items, indices) in pools.items()}
+    return {size_class: (items, indices) for size_class, (items, indices) in by_class.items()}
 
 
 def zero_padding(plan: CopyPlan, zero: Callable[[int, int], None]) -> None:

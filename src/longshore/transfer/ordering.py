@@ -223,8 +223,8 @@ def _stop_all() -> None:
         driver.join(_EXIT_TIMEOUT)
 
 
-class CopyStep(NamedTuple):
-    """A step of a job. `completes`: layers whose last step this is, in a layer-wise job."""
+class CopySlice(NamedTuple):
+    """A part of a job that is submitted at once. `completes`: layers whose last slice this is, in a layer-wise job."""
 
     batch: CopyBatch | None
     completes: tuple[int, ...] = ()
@@ -237,11 +237,11 @@ class CopyJob:
     Attributes:
         wait_events: Events of compute that its copies wait for; empty once the first of them has been submitted.
         keep_alive: References to the memory on both sides, kept until the job has ended.
-        steps: The steps after `next_step`.
-        next_step: The next step to submit to the device; `None` before the job begins, and after its last step.
-        done_event: The event after which other work may use the device memory of the steps submitted so far.
+        slices: The slices after `next_slice`.
+        next_slice: The next slice to submit to the device; `None` before the job begins, and after its last one.
+        done_event: The event after which other work may use the device memory of the slices submitted so far.
         layers: That event for each completely submitted layer; `None` for an empty layer.
-        fully_submitted: Whether the last step has been submitted to the device.
+        fully_submitted: Whether the last slice has been submitted to the device.
         done_bytes: Bytes that are in place on both sides, in order.
         early_status: Status of a job that was stopped early.
         result: Set when it has ended.
@@ -254,8 +254,8 @@ class CopyJob:
     submitted: float
     keep_alive: object = None
     begun: float | None = None
-    steps: Iterator[CopyStep] = field(default_factory=lambda: iter(()))
-    next_step: CopyStep | None = None
+    slices: Iterator[CopySlice] = field(default_factory=lambda: iter(()))
+    next_slice: CopySlice | None = None
     done_event: DeviceEvent | None = None
     layers: dict[int, DeviceEvent | None] = field(default_factory=dict)
     fully_submitted: bool = False
@@ -266,14 +266,14 @@ class CopyJob:
     result: TransferResult | None = None
 
     def begin(self, now: float, max_bytes: int) -> None:
-        """Begin the job: cut it into steps."""
+        """Begin the job: cut it into slices."""
         self.begun = now
-        self.steps = _steps(self, max_bytes)
+        self.slices = _slices(self, max_bytes)
         self.advance()
 
     def advance(self) -> None:
-        """Record that `next_step` was submitted to the device."""
-        self.next_step = next(self.steps, None)
+        """Record that `next_slice` was submitted to the device."""
+        self.next_slice = next(self.slices, None)
 
     def end(self) -> TransferResult:
         """The result, once no copy of the job is in flight."""
@@ -292,15 +292,15 @@ class CopyJob:
         return self.result
 
 
-def _steps(job: CopyJob, max_bytes: int) -> Iterator[CopyStep]:
+def _slices(job: CopyJob, max_bytes: int) -> Iterator[CopySlice]:
     batch = job.plan.batch
     if not job.transfer.by_layer:
-        yield from map(CopyStep, batch.cut(max_bytes))
+        yield from map(CopySlice, batch.cut(max_bytes))
         return
     for layer in range(batch.layout.num_layers):
         *rest, last = tuple(batch.of_layer(layer).cut(max_bytes)) or (None,)
-        yield from map(CopyStep, rest)
-        yield CopyStep(last, (layer,))
+        yield from map(CopySlice, rest)
+        yield CopySlice(last, (layer,))
 
 
 def _statuses(job: CopyJob) -> tuple[tuple[Status, ...], int]:
@@ -326,7 +326,7 @@ class EngineState:
     Attributes:
         jobs: Jobs in flight, by number.
         results: Results that have not been polled.
-        closing: Whether no further step may begin.
+        closing: Whether no further slice may begin.
     """
 
     driver: LaneDriver
@@ -338,13 +338,13 @@ class EngineState:
     closing: bool = False
 
     def stop(self) -> None:
-        """Begin no further step. Takes the lock; does not wait."""
+        """Begin no further slice. Takes the lock; does not wait."""
         with self.driver.lock:
             self.closing = True
             self.driver.notify()
 
     def stop_reason(self, job: CopyJob) -> Status | None:
-        """The status with which the remaining steps of `job` must be stopped, if any."""
+        """The status with which the remaining slices of `job` must be stopped, if any."""
         if job.early_status is not None:
             return job.early_status
         if self.closing or job.plan.batch.generation != job.plan.batch.layout.generation:
@@ -389,7 +389,7 @@ class LayerWiseJobs:
         return self._jobs.get(number)
 
     def age(self) -> None:
-        """At the end of a step: forget the jobs that had ended at the end of the step before."""
+        """At the end of an engine step: forget the jobs that had ended at the end of the step before."""
         self._forget(self._ended_before)
         self._ended_before = set(self._ended())
 
@@ -405,8 +405,8 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _SubmittedStep:
-    """A step in flight. `is_last`: it is the last step of its job."""
+class _SubmittedSlice:
+    """A slice in flight. `is_last`: it is the last one of its job."""
 
     job: CopyJob
     copy: Copy | None
@@ -424,7 +424,7 @@ class Lane:
         self._driver = state.driver
         self._lock = state.driver.lock
         self._queues: dict[Urgency, deque[CopyJob]] = {urgency: deque() for urgency in sorted(Urgency)}
-        self._in_flight: deque[_SubmittedStep] = deque()
+        self._in_flight: deque[_SubmittedSlice] = deque()
         self._bound = False
 
     def queued(self, urgency: Urgency) -> int:
@@ -446,7 +446,7 @@ class Lane:
             yield from self._steps()
         except Exception:  # noqa: BLE001 - an internal error, or one of the clock: jobs must end
             _log.exception(
-                "transfer lane %s failed; copies stopped, nothing is stored or loaded; restart the inference engine",
+                "copies %s stopped: their thread failed; nothing is stored or loaded; restart the engine; report this",
                 self.name,
             )
             self._give_up()
@@ -458,7 +458,7 @@ class Lane:
                 job = self._next_job()
                 stopped = None if job is None else self._state.stop_reason(job)
             if job is not None:
-                self._submit_step(job, stopped)
+                self._submit_slice(job, stopped)
             elif self._in_flight:
                 oldest = self._in_flight[0]
                 if oldest.copy is not None:
@@ -471,8 +471,8 @@ class Lane:
         return bool(self._in_flight) or self._next_job() is not None or self._state.closing
 
     def _next_job(self) -> CopyJob | None:
-        """The job whose step is to be taken next; `None` when none can go on."""
-        in_flight = sum(step.nbytes for step in self._in_flight)
+        """The job whose slice is to be taken next; `None` when none can go on."""
+        in_flight = sum(copy_slice.nbytes for copy_slice in self._in_flight)
         if len(self._in_flight) >= self._stream.depth or in_flight > self._state.max_batch_bytes:
             return None
         heads = (queue[0] for queue in self._queues.values() if queue)
@@ -481,29 +481,29 @@ class Lane:
     def _can_go_on(self, job: CopyJob) -> bool:
         return self._state.may_begin(job) or self._state.stop_reason(job) is not None
 
-    def _submit_step(self, job: CopyJob, stopped: Status | None) -> None:
-        """Submit the next step of `job` to the device, unless it is `stopped`: then it ends here."""
-        step: CopyStep | None = None
+    def _submit_slice(self, job: CopyJob, stopped: Status | None) -> None:
+        """Submit the next slice of `job` to the device, unless it is `stopped`: then it ends here."""
+        copy_slice: CopySlice | None = None
         copy: Copy | None = None
         if stopped is None:
             try:
-                step, copy = self._submit(job)
+                copy_slice, copy = self._submit(job)
             except Exception as error:  # noqa: BLE001 - whatever the device raises ends this job, never the lane
                 stopped = self._failed(job, error)
         with self._lock:
             job.early_status = stopped
-            job.fully_submitted = stopped is not None or job.next_step is None
+            job.fully_submitted = stopped is not None or job.next_slice is None
             if copy is not None:
                 job.done_event = copy.done_event
-            job.layers |= dict.fromkeys(step.completes if step is not None else (), job.done_event)
+            job.layers |= dict.fromkeys(copy_slice.completes if copy_slice is not None else (), job.done_event)
             if job.fully_submitted:
                 self._queues[job.transfer.urgency].popleft()
-            nbytes = 0 if step is None or step.batch is None else step.batch.nbytes
-            self._in_flight.append(_SubmittedStep(job, copy, nbytes, job.fully_submitted))
-            if job.fully_submitted or (step is not None and step.completes):
+            nbytes = 0 if copy_slice is None or copy_slice.batch is None else copy_slice.batch.nbytes
+            self._in_flight.append(_SubmittedSlice(job, copy, nbytes, job.fully_submitted))
+            if job.fully_submitted or (copy_slice is not None and copy_slice.completes):
                 self._driver.notify()  # callers wait for nothing else, and would take the interpreter's lock
 
-    def _submit(self, job: CopyJob) -> tuple[CopyStep | None, Copy | None]:
+    def _submit(self, job: CopyJob) -> tuple[CopySlice | None, Copy | None]:
         if not self._bound:
             self._stream.bind()
             self._bound = True
@@ -511,12 +511,12 @@ class Lane:
             if job.transfer.route.destination == HOST:
                 zero_padding(job.plan, self._stream.zero)
             job.begin(self._state.clock(), self._state.max_batch_bytes)
-        step, copy = job.next_step, None
-        if step is not None and step.batch is not None:
-            copy = self._stream.copy(step.batch, job.wait_events)
-            job.wait_events = ()  # a stream runs in order: later steps wait for them too
+        copy_slice, copy = job.next_slice, None
+        if copy_slice is not None and copy_slice.batch is not None:
+            copy = self._stream.copy(copy_slice.batch, job.wait_events)
+            job.wait_events = ()  # a stream runs in order: later slices wait for them too
         job.advance()
-        return step, copy
+        return copy_slice, copy
 
     def _failed(self, job: CopyJob, error: Exception) -> Status:
         """Log `error`, which is being handled; wait until no copy is in flight; return the status of `job`."""
@@ -544,7 +544,7 @@ class Lane:
         self._drain()
         with self._lock:
             self._state.closing = True
-            jobs = [step.job for step in self._in_flight if step.is_last]
+            jobs = [copy_slice.job for copy_slice in self._in_flight if copy_slice.is_last]
             jobs += [job for queue in self._queues.values() for job in queue]
             for job in jobs:
                 job.early_status, job.fully_submitted = Status.INTERNAL_ERROR, True
@@ -552,20 +552,20 @@ class Lane:
             self._queues = {urgency: deque() for urgency in self._queues}
             self._driver.notify()
 
-    def _retire(self, step: _SubmittedStep) -> None:
-        """Finish the oldest step in flight; end its job if it was the last."""
-        job, failed, seconds = step.job, None, 0.0
+    def _retire(self, copy_slice: _SubmittedSlice) -> None:
+        """Finish the oldest slice in flight; end its job if it was the last."""
+        job, failed, seconds = copy_slice.job, None, 0.0
         try:
-            if step.copy is not None:
-                seconds = step.copy.finish()
+            if copy_slice.copy is not None:
+                seconds = copy_slice.copy.finish()
         except Exception as error:  # noqa: BLE001 - as above; what was copied may not have arrived
             failed = self._failed(job, error)
         with self._lock:
             self._in_flight.popleft()
             job.seconds += seconds
-            job.done_bytes += step.nbytes
+            job.done_bytes += copy_slice.nbytes
             job.early_status = failed or job.early_status
-            if step.is_last:
+            if copy_slice.is_last:
                 self._state.end(job)
-            if step.is_last or failed is not None:
+            if copy_slice.is_last or failed is not None:
                 self._driver.notify()

@@ -138,7 +138,7 @@ def test_a_stopped_tier_host_of_windows_holds_no_call_up(rigs: Rigs) -> None:
     assert torch.equal(rig.read([4, 5, 6, 7], rig.windows), other)  # nothing came late
     eventually(lambda: rig.storage.batch_get_v2([windows(KEYS[8:], [4, 5, 6, 7])]), {"swa": [True] * 4})
     assert torch.equal(rig.read([4, 5, 6, 7], rig.windows), held)
-    with rig.storage._tiers["swa"].runtime.transaction() as cache:
+    with rig.storage._tiers["swa"].runtime.batch() as cache:
         cache.check_integrity()
         assert cache.leases == cache.protected == 0
 
@@ -206,7 +206,7 @@ def test_commands_concern_both_pools(rigs: Rigs, tmp_path: Path, monkeypatch: py
     used = command("stats")["metrics"]["longshore_used_bytes"]
     assert {each["labels"]["pool"] for each in used if each["value"]} == {"kv", "swa"}
     for tiers in rig.storage._tiers.values():
-        with tiers.runtime.transaction() as cache:
+        with tiers.runtime.batch() as cache:
             cache.evict("file", 100)
     assert ends(rig, keys) == [10]
     assert command("clear") == {"dropped": {"file": 14}, "left": {"file": 0}}

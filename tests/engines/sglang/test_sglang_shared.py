@@ -53,7 +53,7 @@ def test_servers_share_pages_by_a_store(shared: Callable[..., Rig], tmp_path: Pa
         assert other.exists(longer[9:]) == 51
     assert other.get(longer[9:], range(9, 60)) == [True] * 51
     assert torch.equal(other.read(range(60)), held)
-    with other.storage._kv.stack.runtime.transaction() as cache:
+    with other.storage._kv.stack.runtime.batch() as cache:
         cache.check_integrity()
 
 

@@ -430,7 +430,7 @@ def test_threads_of_sglang_store_and_read_at_once(rigs: Rigs) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-    with rig.storage._kv.stack.runtime.transaction() as cache:
+    with rig.storage._kv.stack.runtime.batch() as cache:
         cache.check_integrity()
         assert cache.leases == cache.protected == 0
 

@@ -82,7 +82,7 @@ def serve(
     with tiered(demo.model, config, open_file=open_file) as tiers:
         run, hits = run_tiered(demo, tiers, lambda: None)
         assert tiers.stack.runtime.flush(30.0)
-        with tiers.stack.runtime.transaction() as cache:
+        with tiers.stack.runtime.batch() as cache:
             cache.check_integrity()
             counters, held = cache.counters.copy(), cache.leases + cache.protected
             assert cache.jobs_in_flight == 0

@@ -87,7 +87,7 @@ def test_the_second_call_hits_in_host_memory(offload: str, blocks: int) -> None:
         assert all(len(each) == 6 for each in sources(tiers))
         assert "host" in sources(tiers)[0]
         assert tiers.stack.arena is arena
-        with tiers.stack.runtime.transaction() as cache:
+        with tiers.stack.runtime.batch() as cache:
             cache.check_integrity()
             assert (cache.leases, cache.protected, cache.jobs_in_flight) == (0, 0, 0)
     assert close(first, second)
@@ -204,7 +204,7 @@ def test_another_model_over_the_same_configuration_has_no_tiers(
         looked_up = tiers.lookups
         assert close(generate(other), expected)
         assert tiers.lookups == looked_up
-    assert "another model than the one given to tiered()" in caplog.text
+    assert "its model is not the one given to tiered()" in caplog.text
 
 
 # ---------------------------------------------------------------------- metrics
@@ -498,7 +498,7 @@ def test_leading_blocks_of_a_chunk_are_reused(offload: str) -> None:
         assert close(found, expected)
         assert close(generate(model, [SPLIT], num_blocks=33), expected)
         assert sources(tiers)[0] == ("host",) * 4, "its own chunk, which begins with the blocks of another, is stored"
-        with tiers.stack.runtime.transaction() as cache:
+        with tiers.stack.runtime.batch() as cache:
             cache.check_integrity()
             assert (cache.leases, cache.protected, cache.jobs_in_flight) == (0, 0, 0)
 

@@ -63,7 +63,7 @@ def test_nothing_leaks_and_nothing_is_wrong(tmp_path: Path, settings: dict[str, 
         assert not allocator.block_table
         allocator._reclaim()
         assert allocator._obtainable() + len(allocator.ledger.cached_blocks) == allocator.num_blocks
-        with stack.runtime.transaction() as cache:
+        with stack.runtime.batch() as cache:
             cache.check_integrity()
             assert (cache.leases, cache.protected, cache.jobs_in_flight) == (0, 0, 0)
     with tiered(demo.model, config) as tiers, _engine(demo, demo.device_blocks) as ask:

@@ -74,7 +74,7 @@ def test_an_answer_is_not_kept_where_only_prompts_are_wanted(
     config = demo.config(tmp_path).model_dump() | {"prompt_only": prompt_only, "background": False}
     with tiered(demo.model, Config.make(**config)) as tiers:
         run_tiered(demo, tiers, lambda: None)
-        with tiers.stack.runtime.transaction() as cache:
+        with tiers.stack.runtime.batch() as cache:
             answers, stored = (
                 cache.counters.drops[HOST][DropReason.GENERATED],
                 cache.counters.routes["device->host"].chunks,

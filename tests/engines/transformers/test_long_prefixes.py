@@ -65,7 +65,7 @@ def test_a_prefix_longer_than_host_memory_is_restored_whole(model: Any, tmp_path
             restored, n = store.restore_prefix(tokens)
             assert n == 28 * 16
             assert bits(restored, n) == bits(cache, n)
-        with store._stack.runtime.transaction() as control:
+        with store._stack.runtime.batch() as control:
             assert control.leases == control.protected == 0
             control.check_integrity()
             assert sum(control.counters.misses.values()) == 0
@@ -89,7 +89,7 @@ def test_hints_say_what_is_stored_kept_and_loaded(model: Any, tmp_path: Path) ->
         assert (n, bits(restored, n)) == (5 * 16, bits(first, n))
         with pytest.raises(HintError, match="priority"):
             store.store_prefix(prompts[0], first, {"retention": [{"priority": 101}]})
-        with store._stack.runtime.transaction() as control:
+        with store._stack.runtime.batch() as control:
             assert control.leases == control.protected == 0
     with PrefixStore(model, settings(tmp_path, request_hints={"store": False}), block_size=16) as store:
         assert store.store_prefix(prompts[0], first) == 0
@@ -122,7 +122,7 @@ def dying(monkeypatch: pytest.MonkeyPatch) -> type[DyingTierHost]:
 
 def check_nothing_held(store: PrefixStore) -> None:
     assert store._stack.runtime.wait_idle(30.0)
-    with store._stack.runtime.transaction() as control:
+    with store._stack.runtime.batch() as control:
         control.check_integrity()
         assert control.leases == control.protected == 0
 
@@ -248,7 +248,7 @@ def tier_settings(tmp_path: Path, **more: Any) -> Config:
 
 def check_idle(tiers: Tiers) -> None:
     assert tiers.stack.runtime.flush(30.0)
-    with tiers.stack.runtime.transaction() as cache:
+    with tiers.stack.runtime.batch() as cache:
         cache.check_integrity()
         assert (cache.leases, cache.protected, cache.jobs_in_flight) == (0, 0, 0)
 

@@ -461,7 +461,7 @@ def test_sleep_frees_the_window_and_keeps_named_tiers(
         restored, n = store.restore_prefix(tokens)
         assert n == kept
         assert bits(restored, n) == bits(cache, n)
-        with store._stack.runtime.transaction() as control:
+        with store._stack.runtime.batch() as control:
             control.check_integrity()
             assert control.leases == control.protected == 0
         store.sleep(keep=keep)

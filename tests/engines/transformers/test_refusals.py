@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from serving import make_demo
-from transformers import AutoModelForCausalLM, DeepseekV3Config, DynamicCache, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    DynamicCache,
+    FalconConfig,
+    FalconForCausalLM,
+    LlamaConfig,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
+    RwkvConfig,
+    RwkvForCausalLM,
+)
 
 from longshore.cli.demo_runs import _engine
 from longshore.config import Config
@@ -25,6 +37,12 @@ def llama(**settings: Any) -> Any:
     return AutoModelForCausalLM.from_config(config).eval()
 
 
+def falcon(**settings: Any) -> Any:
+    torch.manual_seed(0)
+    config = FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, **settings)
+    return FalconForCausalLM(config).eval()
+
+
 def test_another_model_in_the_same_process_gets_no_tiers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ours, other = make_demo(tmp_path), make_demo(tmp_path)
     with torch.no_grad():
@@ -36,7 +54,7 @@ def test_another_model_in_the_same_process_gets_no_tiers(tmp_path: Path, caplog:
         with _engine(other, other.device_blocks) as ask:
             ask(request)
         assert tiers.stack is None
-        assert "another model" in caplog.text
+        assert "its model is not the one" in caplog.text
         with _engine(ours, ours.device_blocks) as ask:
             answer = ask(request)
         assert tiers.records[-1].sources == ()
@@ -59,6 +77,47 @@ def test_latent_attention_is_refused() -> None:
             self.config = config
 
     assert "MLA" in (why_not_served(Model()) or "")
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (lambda: None, "NoneType cannot be served with tiers: expected a causal language model of transformers"),
+        (lambda: "gpt2", "str cannot be served with tiers: expected a causal language model of transformers"),
+        (
+            lambda: RwkvForCausalLM(
+                RwkvConfig(vocab_size=64, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2)
+            ),
+            r"RwkvForCausalLM .*: it has no KV cache: its forward\(\) takes no past_key_values",
+        ),
+        (
+            lambda: OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=64, n_embd=32, n_layer=2, n_head=4)),
+            "OpenAIGPTLMHeadModel cannot be served with tiers: it has no KV cache",
+        ),
+        (lambda: falcon(multi_query=True), "FalconForCausalLM .* one KV head .*num_key_value_heads"),
+    ],
+    ids=["nothing", "a name", "RWKV", "OpenAI GPT", "Falcon with multi_query"],
+)
+def test_what_has_no_usable_kv_cache_is_refused(model: Callable[[], Any], reason: str) -> None:
+    made = model()
+    with pytest.raises(EngineError, match=reason):
+        PrefixStore(made, Config.make(host_size="1MiB"))
+    with pytest.raises(EngineError, match=reason), tiered(made, Config.make(host_size="1MiB")):
+        pass
+
+
+@pytest.mark.parametrize(
+    "settings", [{"multi_query": False}, {"multi_query": True, "new_decoder_architecture": True, "num_kv_heads": 2}]
+)
+def test_other_falcons_are_served(settings: dict[str, Any]) -> None:
+    model, tokens = falcon(**settings), list(range(40))
+    with torch.no_grad():
+        cache = model(torch.tensor([tokens]), past_key_values=DynamicCache()).past_key_values
+    with PrefixStore(model, Config.make(host_size="1MiB"), block_size=8, staging_blocks=8) as store:
+        assert store.store_prefix(tokens, cache) == 40
+        restored, length = store.restore_prefix(tokens)
+    assert length == 40
+    assert torch.equal(restored.layers[1].keys, cache.layers[1].keys)
 
 
 def test_a_kept_manager_is_refused(tmp_path: Path) -> None:

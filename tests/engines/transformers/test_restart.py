@@ -204,7 +204,7 @@ def test_sleep_keeps_named_tiers_and_frees_host_memory(tmp_path: Path, keep: tup
         with _engine(demo, demo.device_blocks) as ask:
             ask(request)
         assert set(tiers.records[-1].sources) == {"host"}
-        with tiers.stack.runtime.transaction() as cache:
+        with tiers.stack.runtime.batch() as cache:
             cache.check_integrity()
 
 

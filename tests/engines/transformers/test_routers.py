@@ -96,7 +96,7 @@ def test_a_router_knows_the_prefixes_of_a_store(config: Config, subscriber: Subs
         assert kept._stack.runtime.flush(TIMEOUT)
         router = agreed(subscriber, kept._stack.runtime)
         assert router.blocks[HOST] == router.blocks[FILE] == hashes
-        with kept._stack.runtime.transaction() as cache:
+        with kept._stack.runtime.batch() as cache:
             cache.reset()
         router = agreed(subscriber, kept._stack.runtime)
         assert not router.blocks[HOST] and not router.blocks[FILE] and not router.blocks[store(REMOTE)]
@@ -115,7 +115,7 @@ def test_a_router_knows_the_blocks_of_continuous_batching(config: Config, subscr
         assert len(router.blocks[HOST]) >= len(keys) > 0
         assert {block_hash(key) for key in keys} <= router.blocks[HOST]
         assert router.blocks[store(REMOTE)] == router.blocks[HOST]
-        with stack.runtime.transaction() as cache:
+        with stack.runtime.batch() as cache:
             cache.reset()
         generate(model, [PROMPT])
         assert stack.runtime.flush(TIMEOUT)

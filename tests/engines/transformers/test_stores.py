@@ -97,14 +97,14 @@ def test_reset_keeps_the_store_and_new_weights_rename_it(shared: Config) -> None
     with PrefixStore(model, shared, block_size=BLOCK, staging_blocks=8) as store:
         (tier,) = store._stack.remote
         name = tier.namespace  # type: ignore[attr-defined]
-        with store._stack.runtime.transaction() as cache:
+        with store._stack.runtime.batch() as cache:
             cache.reset()
         assert tier.namespace == name  # type: ignore[attr-defined]
         assert store.restore_prefix(PROMPT[:-1])[1] == 192
         model.model.layers[0].self_attn.k_proj.weight.add_(1.0)
         assert store.restore_prefix(PROMPT[:-1])[1] == 0
         assert store._stack.remote[0].namespace != name  # type: ignore[attr-defined]
-        with store._stack.runtime.transaction() as cache:
+        with store._stack.runtime.batch() as cache:
             cache.reset(weights=True)
         known = store._stack.scope.digest
         assert store._stack.remote[0].namespace not in (name, known)  # type: ignore[attr-defined]

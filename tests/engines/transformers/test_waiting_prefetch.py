@@ -126,7 +126,7 @@ def serve(
         steps_as_long_as_reads(patched, tiers)
         with running(model, prompts, max_requests_per_batch=1) as manager:
             found = results(manager, len(prompts))
-        with tiers.stack.runtime.transaction() as cache:
+        with tiers.stack.runtime.batch() as cache:
             cache.check_integrity()
             assert (cache.leases, cache.protected, cache.jobs_in_flight) == (0, 0, 0)
             counters = cache.counters.copy()
@@ -158,9 +158,9 @@ def test_nothing_is_prefetched_that_is_computed_sooner(tmp_path: Path, monkeypat
     with tiered(model, quick) as tiers:
         generate(model, PROMPTS[:1])  # what reading takes is known from here on
         gate = tiers.stack.runtime.gate
-        before, read = gate.refused, tiers.stack.runtime
+        before, read = gate.recomputed, tiers.stack.runtime
         generate(model, PROMPTS[1:], num_blocks=201, max_requests_per_batch=1)
-        assert gate.refused - before == 7 * BLOCKS, "each counts once, however often it was asked for"
+        assert gate.recomputed - before == 7 * BLOCKS, "each counts once, however often it was asked for"
         with read.locked() as cache:
             assert cache.counters.routes["file->host"].chunks <= BLOCKS
         assert {record.sources for record in tiers.records if "@2" in record.request} == {()}
@@ -227,7 +227,7 @@ def test_a_prefetch_ends_with_its_request(
         until(lambda: not ahead.keys and not leases(stack))
         held.set()
         until(lambda: not stack.runtime.pump())
-        with stack.runtime.transaction() as cache:
+        with stack.runtime.batch() as cache:
             cache.check_integrity()
             assert cache.jobs_in_flight == 0
         if how == "cancelled":

@@ -60,7 +60,7 @@ class SlowTier(Tier):
 
     def _end(self, batch: OpBatch, at: int, status: Status) -> None:
         op = batch.ops[at]
-        place, image = (op.pool, op.slot), self._arena.array[op.offset : op.offset + op.length]
+        place, image = (op.size_class, op.slot), self._arena.array[op.offset : op.offset + op.length]
         if op.op is Op.WRITE:
             self._records.pop(place, None)
             if status is Status.OK:
@@ -93,7 +93,7 @@ class SlowTier(Tier):
         while self._queue:
             self._end(*self._queue.pop(), Status.TIER_OFF)
 
-    def forget(self, generation: int) -> None:
+    def reset(self, generation: int) -> None:
         self._oldest = generation
 
     @property

@@ -210,21 +210,21 @@ class Engine:
     def drop_host(self) -> None:
         """Evict all that the host tier has, so that the file tier must serve."""
         self.settle()
-        with self.manager._runtime.transaction() as cache:
+        with self.manager._runtime.batch() as cache:
             keys = {resident.key for resident in residents_of(cache) if resident.slot.tier == "host"}
             if cache.discard(sorted(keys), "host") != len(keys):
                 raise RuntimeError("not all could be evicted")
 
     def evict_all(self) -> None:
         """Evict all that nothing holds from every tier."""
-        with self.manager._runtime.transaction() as cache:
+        with self.manager._runtime.batch() as cache:
             for tier in cache.stats():
                 cache.evict(tier.name, 1 << 20)
 
     def lose(self, tier: str) -> None:
         """Evict all that `tier` has."""
         self.settle()
-        with self.manager._runtime.transaction() as cache:
+        with self.manager._runtime.batch() as cache:
             while cache.discard([each.key for each in residents_of(cache) if each.slot.tier == tier], tier):
                 pass  # heads have to wait for their tails
 
@@ -237,7 +237,7 @@ class Engine:
     def residents(self) -> dict[str, Any]:
         """What each own tier has, as KV events name it: by the end of the hash, before four bytes of the group."""
         self.settle()
-        with self.manager._runtime.transaction() as cache:
+        with self.manager._runtime.batch() as cache:
             found: dict[str, Any] = {tier.name: [] for tier in cache.stats()}
             for each in residents_of(cache):
                 found[each.slot.tier].append(int.from_bytes(each.key[-12:-4], "big"))
@@ -393,7 +393,7 @@ class Engine:
                 "image_bytes": [each.image_bytes for each in cache.stats()[0].sizes],
                 "refused": self.refused,
                 "faults": manager._runtime.faults,
-                "recomputed": 0 if manager._runtime.gate is None else manager._runtime.gate.refused,
+                "recomputed": 0 if manager._runtime.gate is None else manager._runtime.gate.recomputed,
             }
 
 

@@ -16,7 +16,7 @@ from longshore.engines.vllm.load_jobs import load_limit, tiers_of
 from longshore.errors import ConfigError
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
-WARMEST, COLDER, IN_FLIGHT, ABSENT = Presence.WARMEST, Presence.COLDER, Presence.IN_FLIGHT, Presence.ABSENT
+READY, COLDER, IN_FLIGHT, ABSENT = Presence.HOST, Presence.COLDER, Presence.IN_FLIGHT, Presence.ABSENT
 IMAGE = 4096
 
 
@@ -41,8 +41,8 @@ def until(found: Sequence[Presence], per_file_chunk: float, first: int = 0) -> i
     ("found", "slow", "quick"),
     [
         ([COLDER] * 4, 0, 4),
-        ([WARMEST, WARMEST, COLDER, COLDER], 2, 4),
-        ([WARMEST, COLDER, WARMEST, WARMEST], 4, 4),  # one read pays for what is behind it
+        ([READY, READY, COLDER, COLDER], 2, 4),
+        ([READY, COLDER, READY, READY], 4, 4),  # one read pays for what is behind it
         ([COLDER, ABSENT, COLDER], 0, 1),
         ([IN_FLIGHT, COLDER], 1, 2),
     ],
@@ -87,7 +87,7 @@ def test_a_request_is_not_promised_what_is_computed_sooner(rigs: Any) -> None:
     read_slowly(rig)
     assert rig.lookup(keys, rig.request("slow", keys)) == [MISS] * 4
     assert rig.manager.get_stats().data["data"]["longshore_recomputed_chunks"][()] == 4
-    assert rig.manager._runtime.gate.refused == 4
+    assert rig.manager._runtime.gate.recomputed == 4
     assert rig.lookup(keys, rig.request("another", keys)) == [MISS] * 4
     assert rig.cache.jobs_in_flight == 0
 

@@ -78,7 +78,7 @@ def test_loans_stores_and_chunks_on_their_way_up_are_awaited(rigs: Any, tmp_path
     rig.manager.complete_store(set(keys), writer)
     assert sleeps() == 0
     assert rig.manager._runtime.flush(10.0)
-    with rig.manager._runtime.transaction() as cache:
+    with rig.manager._runtime.batch() as cache:
         cache.discard(cache_keys(keys), "host")
     rig.lookup(keys, reader)
     assert sleeps() == 1

@@ -176,7 +176,7 @@ def test_file_tier_hit_is_prefetched_then_loaded(rigs: Any, tmp_path: Path) -> N
     rig.store(keys, [1, 2, 3, 4, 5], rig.request("writer", keys))
     before = [rig.bytes_of(0, block) for block in range(1, 6)]
     assert rig.manager._runtime.flush(10.0)
-    with rig.manager._runtime.transaction() as cache:
+    with rig.manager._runtime.batch() as cache:
         assert cache.discard(cache_keys(keys), "host") == 5
     reader = rig.request("reader", keys)
     assert rig.lookup(keys, reader) == [PENDING] * 5
@@ -194,7 +194,7 @@ def test_corrupt_record_is_a_miss_for_every_waiting_request(rigs: Any, tmp_path:
     rig, keys = rigs(**file_settings(tmp_path)), keys_of(2)
     rig.store(keys, [1, 2], rig.request("writer", keys))
     assert rig.manager._runtime.flush(10.0)
-    with rig.manager._runtime.transaction() as cache:
+    with rig.manager._runtime.batch() as cache:
         assert cache.discard(cache_keys(keys), "host") == 2
     segment = tmp_path / "tier" / "segment"
     segment.write_bytes(bytes(byte ^ 255 for byte in segment.read_bytes()))

@@ -47,7 +47,7 @@ def read(rig: Rig, keys: list[OffloadKey], name: str) -> None:
 def lose_host(rig: Rig, keys: list[OffloadKey]) -> None:
     """Only the file tier has `keys` from now on."""
     assert rig.manager._runtime.flush(10.0)
-    with rig.manager._runtime.transaction() as cache:
+    with rig.manager._runtime.batch() as cache:
         assert cache.discard(cache_keys(keys), "host") == len(keys)
 
 

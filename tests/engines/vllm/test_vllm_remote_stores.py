@@ -217,7 +217,7 @@ def test_a_request_that_names_nobody_asks_no_peer(opened: Opener) -> None:
     context = named(other, keys, port)
     until(lambda: other.lookup(keys, context)[0] is HIT)
     other.manager.on_request_finished(context)
-    with other.manager._runtime.transaction() as cache:
+    with other.manager._runtime.batch() as cache:
         assert cache.discard(cache_keys(keys), HOST) == 4
     one.close()
     assert other.lookup(keys, other.request("third", keys)) == [MISS] * 4

@@ -65,7 +65,7 @@ class HostedRig(Rig):
         blocks = list(range(1, 1 + len(keys)))
         assert self.store(keys, blocks, self.request(f"writer of {keys[0]!r}", keys)) == keys
         assert self.manager._runtime.flush(TIMEOUT)
-        with self.manager._runtime.transaction() as cache:
+        with self.manager._runtime.batch() as cache:
             assert cache.discard(cache_keys(keys), "host") == len(keys)
         return [self.bytes_of(0, block) for block in blocks]
 

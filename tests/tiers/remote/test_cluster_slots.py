@@ -288,7 +288,7 @@ def test_a_fault_in_looking_after_nodes_ends_no_thread(
         assert tier._thread.is_alive()
 
         def said() -> list[str]:
-            return [each for each in caplog.messages if "looking after its nodes failed" in each]
+            return [each for each in caplog.messages if "checking its nodes failed" in each]
 
         assert len(said()) == 1
         monkeypatch.setattr(errors, "_LOG_SECONDS", 0.0)  # a minute later

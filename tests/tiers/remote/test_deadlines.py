@@ -408,7 +408,7 @@ def test_a_fault_in_health_checks_is_logged_once(caplog: pytest.LogCaptureFixtur
             time.sleep(0.001)
             assert time.monotonic() < give_up
         (said,) = (each for each in caplog.records if each.exc_info)
-        assert "an I/O thread raised" in said.getMessage()
+        assert "internal error in an I/O thread" in said.getMessage()
         assert isinstance(said.exc_info[1], RuntimeError)  # type: ignore[index]
     finally:
         tier.close()
@@ -478,7 +478,7 @@ def test_a_session_that_cannot_be_closed_ends_no_thread(
     store, read = faulty
     fail_three_times(store, read)
     assert store.closed == 3
-    assert len([each for each in caplog.messages if "closing a session raised" in each]) == 1
+    assert len([each for each in caplog.messages if "a connection could not be closed" in each]) == 1
 
 
 def test_a_fault_that_comes_again_is_logged_again(
@@ -492,6 +492,6 @@ def test_a_fault_that_comes_again_is_logged_again(
     monkeypatch.setattr(errors, "_LOG_SECONDS", 0.0)  # a minute later
     store.is_wrong = True
     assert read() is Status.IO_ERROR
-    first, second = (each for each in caplog.messages if "an I/O thread raised" in each)
+    first, second = (each for each in caplog.messages if "internal error in an I/O thread" in each)
     assert "2 more since" in second
     assert "more since" not in first

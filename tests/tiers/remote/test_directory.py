@@ -209,7 +209,7 @@ def test_a_generation_that_the_tier_was_not_told_is_refused(tmp_path: Path) -> N
         tier.submit([harness.op(Op.WRITE, 0, 5, generation=1)], math.inf)
     with pytest.raises(TierError, match="newer than the last reset"):
         tier.ask([key(5)], 1, math.inf)
-    tier.forget(1, NAMESPACE)
+    tier.reset(1, NAMESPACE)
     harness.store(0, 5, generation=1)
     assert tier.ask([key(5)], 0, math.inf)  # of an earlier one: not there
     assert [present for _, present in tier.answers()] == [(False,)]

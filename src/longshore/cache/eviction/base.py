@@ -8,7 +8,7 @@ chunk that cannot be evicted costs time once, not at each eviction.
 
     insert ──► in order ──► evicted
                 │     ▲
-       refused  ▼     │ release, touch
+      rejected  ▼     │ release, touch
                held ──┘
 """
 
@@ -36,8 +36,8 @@ class EvictionPolicy(ABC):
     elsewhere. `insert` raises `CacheError` for it.
     """
 
-    refuses = False
-    """Whether `admit` may refuse chunks."""
+    rejects = False
+    """Whether `admit` may reject chunks."""
 
     def __init__(self, slots: int, keys: NodeKeys) -> None:
         self.slots = slots
@@ -57,10 +57,10 @@ class EvictionPolicy(ABC):
     def admit(self, keys: Sequence[Key], make_room: Callable[[int], int], *, least: int = 1) -> int:
         """How many leading chunks of `keys`, a part of a path, to store.
 
-        The others are refused: their expected hits are fewer than those of the chunks to evict for them, or there is no
-        room. `make_room(count)` makes room for at most `count` of `keys`, and returns for how many. The keys count as
-        used by the current request. The first `least` are stored if they get room. A policy without expected hits
-        refuses nothing.
+        The others are rejected: their expected hits are fewer than those of the chunks to evict for them, or there is
+        no room. `make_room(count)` makes room for at most `count` of `keys`, and returns for how many. The keys count
+        as used by the current request. The first `least` are stored if they get room. A policy without expected hits
+        rejects nothing.
         """
         return make_room(len(keys))
 

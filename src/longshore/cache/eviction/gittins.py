@@ -90,7 +90,7 @@ class Gittins(EvictionPolicy):
     About four evicted chunks for each slot are in a ghost list, at 8 bytes each.
     """
 
-    refuses = True
+    rejects = True
 
     def __init__(self, slots: int, keys: NodeKeys) -> None:
         super().__init__(slots, keys)

@@ -205,7 +205,7 @@ class PartitionedPolicy(EvictionPolicy):
 class PartitionedBySize(PartitionedPolicy):
     """One policy for each image size, because a slot of one size cannot hold an image of another.
 
-    `policies` are by pool; nodes go to those of `pools_of(nodes)`.
+    `policies` are by size class; nodes go to those of `size_classes_of(nodes)`.
     """
 
     def __init__(
@@ -213,17 +213,17 @@ class PartitionedBySize(PartitionedPolicy):
         slots: int,
         keys: NodeKeys,
         policies: Sequence[EvictionPolicy],
-        pools_of: Callable[[Sequence[int]], Sequence[int]],
+        size_classes_of: Callable[[Sequence[int]], Sequence[int]],
     ) -> None:
         super().__init__(slots, keys, dict(enumerate(policies)))
-        self._pools_of = pools_of
+        self._pools_of = size_classes_of
 
     def wanted(self, node: int) -> int:
-        """The pool of `node`."""
+        """The size class of `node`."""
         return self._pools_of((node,))[0]
 
     def all_wanted(self, nodes: Sequence[int]) -> bytes:
-        """The pool of each of `nodes`."""
+        """The size class of each of `nodes`."""
         return bytes(self._pools_of(nodes))
 
     def resize(self, slots: int, keys: NodeKeys) -> None:
@@ -235,7 +235,7 @@ class PartitionedBySize(PartitionedPolicy):
 
     def replace(self, make: Callable[[EvictionPolicy], EvictionPolicy]) -> None:
         """Replace each policy by one made from it."""
-        self._parts = {pool: make(policy) for pool, policy in self._parts.items()}
+        self._parts = {size_class: make(policy) for size_class, policy in self._parts.items()}
 
 
 class PartitionedByPriority(PartitionedPolicy):
@@ -257,7 +257,7 @@ class PartitionedByPriority(PartitionedPolicy):
         Whoever changes one calls `move`. The request of `tick` is served, which has this `hint`; `first` has been told.
         """
         super().__init__(slots, keys, {priority: first}, len(priorities))
-        self.refuses, self._usual = first.refuses, first
+        self.rejects, self._usual = first.rejects, first
         self._tick, self._hint = tick, hint
         self._make = make
         self.priorities, self._priority = priorities, priority
@@ -283,8 +283,8 @@ class PartitionedByPriority(PartitionedPolicy):
         return self._parts[number]
 
     def admit(self, keys: Sequence[Key], make_room: Callable[[int], int], *, least: int = 1) -> int:
-        """As the first policy, as long as all others are of what goes before its nodes; they say so by `refuses`."""
-        if not self.refuses:
+        """As the first policy, as long as all others are of what goes before its nodes; they say so by `rejects`."""
+        if not self.rejects:
             return super().admit(keys, make_room, least=least)
         return self._usual.admit(keys, make_room, least=least)
 

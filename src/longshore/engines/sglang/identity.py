@@ -39,7 +39,7 @@ def settings() -> dict[str, Any]:
     return told
 
 
-def refuse(storage: Any, told: dict[str, Any]) -> None:
+def check_served(storage: Any, told: dict[str, Any]) -> None:
     """Raise `EngineError`, with its name, for what is not served. `storage` is a `HiCacheStorageConfig`."""
     if not (storage.extra_config or {}).get("interface_v1"):
         raise EngineError("expected interface_v1 to be 1: `longshore sglang-config` prints the configuration")

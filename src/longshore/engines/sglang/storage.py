@@ -38,7 +38,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.mem_cache.utils import get_hash_str
 
 from longshore.boundary import Key
-from longshore.cache import UNKNOWN_START, Found, GroupKeys, Protection, TieredCache
+from longshore.cache import UNKNOWN_START, GroupKeys, LookupResult, Protection, TieredCache
 from longshore.config import Config
 from longshore.engines.sglang import contract, identity
 from longshore.engines.sglang.flags import PREFIX_KEYS, of_pool, read
@@ -48,7 +48,7 @@ from longshore.errors import EngineError, LongshoreError
 from longshore.metrics import LongshoreCollector, MirroredMetrics
 from longshore.runtime.commands import ControlledEngine, ControlledGroup
 from longshore.runtime.control import ControlServer
-from longshore.runtime.error_handler import contained
+from longshore.runtime.error_handler import with_fallback
 from longshore.runtime.loop import Runtime
 from longshore.runtime.remote_fetch import count_fetchable, fetch_and_wait
 from longshore.runtime.stack import Stack
@@ -88,7 +88,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         """`storage_config` is a `HiCacheStorageConfig`. Raises `ConfigError`, `ContractError` or `EngineError`."""
         contract.check()
         self._told = identity.settings()
-        identity.refuse(storage_config, self._told)
+        identity.check_served(storage_config, self._told)
         self._check_prefix_keys()
         rank, ranks = storage_config.tp_rank, storage_config.tp_size
         self.settings: Config = read(storage_config.extra_config, f"rank-{rank}-of-{ranks}", ranks)
@@ -239,13 +239,13 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
             _log.error("expected a host pool of %s, got %s; its pages are misses; report this", known, pool)
         return self._tiers.get(pool)
 
-    @contained(lambda self, names, before: 0, expected=(LongshoreError,))
+    @with_fallback(lambda self, names, before: 0, expected=(LongshoreError,))
     def _count(self, names: Sequence[str], before: Sequence[str] | None) -> int:
         keys = digests(names)
         if not keys or self._why_off or self._kv.is_stuck():
             return 0
         stack, runtime = self._kv.stack, self._runtime
-        with runtime.transaction() as cache:
+        with runtime.batch() as cache:
             with runtime.lookup_counters.seconds.timed():
                 found = cache.lookup({0: GroupKeys(keys, UNKNOWN_START)}, runtime.clock(), remote_tiers=())
             path = _whole_path(cache, keys, found.before, runtime.clock()) if stack.remote else None
@@ -257,14 +257,14 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
             try:
                 count = runtime.worth_loading(found.lease, len(before or ()) * self._kv.pages.page_size)
             finally:
-                with runtime.transaction() as cache:
+                with runtime.batch() as cache:
                     cache.release(found.lease)
         if path is None or count < found.num_chunks:
             return count
         size = self._kv.pages.page_size
         return count + count_fetchable(runtime, path, path.start * size, size, self.settings.load_timeout)
 
-    @contained(lambda self, names, indices: 0, expected=(LongshoreError,))
+    @with_fallback(lambda self, names, indices: 0, expected=(LongshoreError,))
     def _load(self, names: Sequence[str], indices: torch.Tensor) -> int:
         keys = digests(names)
         if not keys or self._why_off or self._kv.is_stuck():
@@ -275,7 +275,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         deadline = runtime.clock() + self.settings.load_timeout
         while done < len(keys) and (left := deadline - runtime.clock()) > 0:
             if asked.path is None:
-                with runtime.transaction() as cache:
+                with runtime.batch() as cache:
                     before = _look(cache, keys, runtime.clock()).before
                 part = GroupKeys([*before, *keys], len(before))
             else:
@@ -294,7 +294,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
     def _load_part(self, part: GroupKeys, pages: Sequence[int], request_number: int | None) -> int:
         """Fill `pages` with what leads of `part` and our tiers have; how many that are."""
         jobs, runtime = list[int](), self._runtime
-        with runtime.transaction() as cache:
+        with runtime.batch() as cache:
             found = cache.lookup(
                 {0: part}, runtime.clock(), remote_tiers=(), request_number=request_number, count=False
             )
@@ -304,11 +304,11 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
             mine = pages[: found.num_chunks]
             return len(self._kv.stack.load_path(found, part, mine, lambda job, blocks: jobs.append(job)))
         finally:
-            with contextlib.suppress(LongshoreError), runtime.transaction() as cache:
+            with contextlib.suppress(LongshoreError), runtime.batch() as cache:
                 cache.release(found.lease)
             self._kv.let_go(jobs)
 
-    @contained(lambda self, before, names, indices: 0, expected=(LongshoreError,))
+    @with_fallback(lambda self, before, names, indices: 0, expected=(LongshoreError,))
     def _store(self, before: Sequence[str] | None, names: Sequence[str], indices: torch.Tensor) -> int:
         if self._why_off or not names or self._kv.is_stuck():
             return 0
@@ -336,11 +336,11 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
 
     # ------------------------------------------------------------------ the rest
 
-    @contained(lambda self: None, expected=(LongshoreError,))
+    @with_fallback(lambda self: None, expected=(LongshoreError,))
     def clear(self) -> None:
         """Forget all pages in files, also after a restart."""
         for tiers in self._tiers.values():
-            with tiers.runtime.transaction() as cache:
+            with tiers.runtime.batch() as cache:
                 cache.reset()
 
     def flush(self, timeout: float) -> bool:
@@ -353,7 +353,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         self._why_off = self._why_off or "closed"
         self._opened.close()
 
-    @contained(lambda self: None, expected=(LongshoreError,))
+    @with_fallback(lambda self: None, expected=(LongshoreError,))
     def get_stats(self) -> None:
         """Write our metrics, which have names of their own, for SGLang's `/metrics`. SGLang asks now and then."""
         for each in self._metrics:
@@ -394,12 +394,12 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
             )
             self._why_off, self._has_changed = "weights have changed", True
 
-    @contained(lambda self: None, expected=(LongshoreError,))
+    @with_fallback(lambda self: None, expected=(LongshoreError,))
     def caches_flushed(self) -> None:
         """Device and host memory of SGLang are empty. After a change of weights: begin another namespace."""
         if self._has_changed:
             for tiers in self._tiers.values():
-                with tiers.runtime.transaction() as cache:
+                with tiers.runtime.batch() as cache:
                     cache.reset(weights=True)
             with self._lock:
                 self._asked.clear()
@@ -443,7 +443,7 @@ def _collector(stack: Stack) -> LongshoreCollector:
     return LongshoreCollector(stack.runtime, stack.host, stack.transfer_engine, stack.events, stack.file, stack.remote)
 
 
-def _look(cache: TieredCache, keys: Sequence[Key], now: float) -> Found:
+def _look(cache: TieredCache, keys: Sequence[Key], now: float) -> LookupResult:
     """What tiers have of `keys`, and before them. Keeps nothing, and counts for nothing."""
     return cache.lookup({0: GroupKeys(keys, UNKNOWN_START)}, now, protect=Protection.NONE, count=False, remote_tiers=())
 

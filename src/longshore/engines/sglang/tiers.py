@@ -31,7 +31,7 @@ from longshore.engines.tensors import RowBlocks
 from longshore.errors import EngineError, LongshoreError
 from longshore.keys import Scope
 from longshore.layout import KVGroup, KVLayout, PageRef
-from longshore.runtime.error_handler import contained
+from longshore.runtime.error_handler import with_fallback
 from longshore.runtime.loop import Runtime
 from longshore.runtime.selftest import self_test
 from longshore.runtime.stack import Stack, open_stack
@@ -198,19 +198,19 @@ class PoolTiers:
             if self.runtime.clock() >= deadline:
                 self.no_wait_until = deadline + longest
 
-    # ------------------------------------------------------------------ pages that stand alone, each a path of its own
+    # ------------------------------------------------------------------ independent pages, each a path of its own
 
-    @contained(lambda self, names: [False] * len(names), expected=(LongshoreError,))
+    @with_fallback(lambda self, names: [False] * len(names), expected=(LongshoreError,))
     def present(self, names: Sequence[str]) -> list[bool]:
         """Whether each page of these keys of SGLang's is stored, whatever is before it."""
         if self.is_stuck():
             return [False] * len(names)
-        with self.runtime.transaction() as cache:
+        with self.runtime.batch() as cache:
             asked = {0: GroupKeys(digests(names))}
             here = cache.lookup(asked, self.runtime.clock(), protect=Protection.NONE, independent=True).residency[0]
-        return [each in (Presence.WARMEST, Presence.COLDER) for each in here.presences]
+        return [each in (Presence.HOST, Presence.COLDER) for each in here.presences]
 
-    @contained(lambda self, names, indices: 0, expected=(LongshoreError,))
+    @with_fallback(lambda self, names, indices: 0, expected=(LongshoreError,))
     def load(self, names: Sequence[str], indices: torch.Tensor) -> int:
         """Fill the pages at `indices`; how many, from the first one on, have arrived within `load_timeout`."""
         pages, runtime, timeout = self.pages.pages(indices, len(names)), self.runtime, self.settings.load_timeout
@@ -219,7 +219,7 @@ class PoolTiers:
         leases, request_number, done = list[Lease](), None, 0
         with self.bounded(timeout) as jobs:
             try:
-                with runtime.transaction() as cache:
+                with runtime.batch() as cache:
                     for key, page in zip(digests(names), pages, strict=True):
                         found = cache.lookup(
                             {0: GroupKeys([key])}, runtime.clock(), remote_tiers=(), request_number=request_number
@@ -236,12 +236,12 @@ class PoolTiers:
                         break
                     done += 1
             finally:
-                with contextlib.suppress(LongshoreError), runtime.transaction() as cache:
+                with contextlib.suppress(LongshoreError), runtime.batch() as cache:
                     for lease in leases:
                         cache.release(lease)
         return done
 
-    @contained(lambda self, names, indices: [False] * len(names), expected=(LongshoreError,))
+    @with_fallback(lambda self, names, indices: [False] * len(names), expected=(LongshoreError,))
     def store(self, names: Sequence[str], indices: torch.Tensor) -> list[bool]:
         """Store the pages at `indices`; whether each was taken, or is stored."""
         pages = self.pages.pages(indices, len(names))

@@ -32,7 +32,7 @@ from longshore.errors import DeviceError, EngineError, QueueFullError, TierClose
 from longshore.hints import RequestHints
 from longshore.keys import KeyChain, chain
 from longshore.runtime.block_guard import BlockGuard
-from longshore.runtime.error_handler import contained
+from longshore.runtime.error_handler import with_fallback
 from longshore.runtime.loop import Runtime
 from longshore.runtime.remote_fetch import fetch_and_wait
 from longshore.runtime.stack import Stack
@@ -260,10 +260,10 @@ class TieredAllocator(FullAttentionCacheAllocator):
             self._count_request(self._stack, lookup)
             self._stop_waiting([lookup])
 
-    @contained(lambda self, stack, lookup: None, expected=_EXPECTED)
+    @with_fallback(lambda self, stack, lookup: None, expected=_EXPECTED)
     def _count_request(self, stack: Stack, lookup: PromptLookup) -> None:
         """The request begins now: what the tiers lack of it is missed."""
-        with stack.runtime.transaction() as cache:
+        with stack.runtime.batch() as cache:
             if lookup.path is not None and not lookup.is_counted:
                 lookup.is_counted = True
                 path, now, name = {0: lookup.path}, stack.runtime.clock(), lookup.request
@@ -302,15 +302,15 @@ class TieredAllocator(FullAttentionCacheAllocator):
 
     @property
     def _runtime(self) -> Runtime:
-        """The runtime whose faults are contained here; only asked for where there are tiers."""
+        """The runtime whose faults are handled here; only asked for where there are tiers."""
         return cast("Stack", self._stack).runtime
 
     # ------------------------------------------------------------------ requests that wait
 
-    @contained(lambda self, stack, ahead, waiting: set[str](), expected=_EXPECTED)
+    @with_fallback(lambda self, stack, ahead, waiting: set[str](), expected=_EXPECTED)
     def _fetch(self, stack: Stack, ahead: WaitingPrefetcher, waiting: Iterable[tuple[str, list[int]]]) -> set[str]:
         late: set[str] = set()
-        with stack.runtime.transaction() as cache:
+        with stack.runtime.batch() as cache:
             for request, prompt in waiting:
                 lookup = self._lookup(request)
                 if not lookup.is_fetched:
@@ -331,9 +331,9 @@ class TieredAllocator(FullAttentionCacheAllocator):
         if kept and self._stack is not None and self._ahead is not None:
             self._end_prefetches(self._stack, self._ahead, kept)
 
-    @contained(lambda self, stack, ahead, lookups: None, expected=_EXPECTED)
+    @with_fallback(lambda self, stack, ahead, lookups: None, expected=_EXPECTED)
     def _end_prefetches(self, stack: Stack, ahead: WaitingPrefetcher, lookups: Sequence[PromptLookup]) -> None:
-        with contextlib.suppress(TierClosedError), stack.runtime.transaction() as cache:
+        with contextlib.suppress(TierClosedError), stack.runtime.batch() as cache:
             for lookup in lookups:
                 ahead.end(cache, lookup)
 
@@ -351,7 +351,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
 
     # ------------------------------------------------------------------ onboard
 
-    @contained(lambda self, stack, lookup, prompt, present: (list[int](), list[str]()), expected=_EXPECTED)
+    @with_fallback(lambda self, stack, lookup, prompt, present: (list[int](), list[str]()), expected=_EXPECTED)
     def _onboard(
         self, stack: Stack, lookup: PromptLookup, prompt: list[int], present: list[int]
     ) -> tuple[list[int], list[str]]:
@@ -366,7 +366,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
             sent = fetch_and_wait(stack.runtime, lookup.path, context, per_chunk * self.tokens_per_page, timeout)
             lookup.fetched_from.update(sent)
         now, name = stack.runtime.clock(), lookup.request
-        with stack.runtime.transaction() as cache, stack.runtime.lookup_counters.seconds.timed():
+        with stack.runtime.batch() as cache, stack.runtime.lookup_counters.seconds.timed():
             found = cache.lookup(
                 {0: lookup.path},
                 now,
@@ -385,7 +385,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
             fetched = max(0, lookup.fetched - lookup.path.start)
             chunks = stack.runtime.worth_loading(lease, len(present) * self.tokens_per_page, least=fetched)
             if FILE not in lookup.hints.load:
-                with stack.runtime.transaction() as cache:
+                with stack.runtime.batch() as cache:
                     chunks = min(chunks, cache.progress(lease).leading(HOST))
             leading = found.partial.tokens // self.tokens_per_page if found.partial and chunks > found.num_chunks else 0
             wanted = min(min(chunks, found.num_chunks) * per_chunk + leading - skip, limit - len(present))
@@ -405,9 +405,9 @@ class TieredAllocator(FullAttentionCacheAllocator):
             self._release(stack, lease)
         return self._register(prompt, present, blocks[: len(filled)]), filled
 
-    @contained(lambda self, stack, lease: None, expected=_EXPECTED)
+    @with_fallback(lambda self, stack, lease: None, expected=_EXPECTED)
     def _release(self, stack: Stack, lease: Lease) -> None:
-        with stack.runtime.transaction() as cache:
+        with stack.runtime.batch() as cache:
             cache.release(lease)
 
     def _take_blocks(self, wanted: int, reserve: int, keep: Sequence[int]) -> list[int]:
@@ -442,7 +442,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
 
     # ------------------------------------------------------------------ offload
 
-    @contained(lambda self, stack, request_id, token_ids: None, expected=_EXPECTED)
+    @with_fallback(lambda self, stack, request_id, token_ids: None, expected=_EXPECTED)
     def _commit_request(self, stack: Stack, request_id: str, token_ids: list[int]) -> None:
         table = self.block_table[request_id]
         complete = next((i for i, b in enumerate(table) if b not in self.ledger.block_to_hash), len(table))
@@ -500,7 +500,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
         keys = dict.fromkeys(self._key_of[block] for block in blocks if block in self._key_of)
         self._commit_paths(self._stack, [self._chunks[key] for key in keys])
 
-    @contained(lambda self, stack, chunks: None, expected=_EXPECTED)
+    @with_fallback(lambda self, stack, chunks: None, expected=_EXPECTED)
     def _commit_paths(self, stack: Stack, chunks: Sequence[_Chunk]) -> None:
         done: set[Key] = set()
         for tail in sorted(chunks, key=lambda chunk: -chunk.position):

@@ -7,9 +7,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from inspect import signature
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from longshore.boundary import DEVICE, FILE, HOST, Key
 from longshore.cache import CacheGroup
@@ -41,6 +43,10 @@ _MOST_HINTS = 1 << 16
 
 def why_not_served(model: Any) -> str | None:
     """Why `model` cannot be served with tiers below its device cache; `None` if it can."""
+    if not hasattr(getattr(model, "config", None), "get_text_config"):
+        return "expected a causal language model of transformers"
+    if isinstance(model, PreTrainedModel) and "past_key_values" not in signature(model.forward).parameters:
+        return "it has no KV cache: its forward() takes no past_key_values"
     config = model.config.get_text_config()
     try:
         groups = contract.load()["group_layers_by_attn_type"](config)
@@ -53,6 +59,10 @@ def why_not_served(model: Any) -> str | None:
         return f"its rotary embedding is {kind!r}: the keys of a block depend on the length of the prompt around it"
     if getattr(config, "kv_lora_rank", None) is not None:
         return "it keeps latents, not keys and values (MLA), which transformers does not page in one row per block"
+    names = ("multi_query", "new_decoder_architecture", "num_key_value_heads")
+    shared, grouped, heads = (getattr(config, name, None) for name in names)
+    if shared and not grouped and heads is None:
+        return "its layers share one KV head (multi_query), but its config has no num_key_value_heads that says so"
     if getattr(model, "_tp_size", None) not in (None, 1):
         return f"it is split over {model._tp_size} devices, and this adapter serves one"
     return None
@@ -111,7 +121,7 @@ class Tiers:
         A former one that is not in use gives up the tiers.
         """
         if served_model.get() is not self.model or config is not self.model.config.get_text_config():
-            _log.warning("this device cache has no tiers: its model is another model than the one given to tiered()")
+            _log.warning("no tiers for this device cache: its model is not the one given to tiered(); give it this one")
             return 0
         if self._allocator is None or not self._allocator.in_use:
             self._unbind()
@@ -158,7 +168,9 @@ class Tiers:
     def keys(self, tokens: Sequence[int]) -> list[list[Key]]:
         """The keys of the whole chunks of a prompt, of the one KV cache group. Raises `EngineError` without tiers."""
         if (stack := self.stack) is None:
-            raise EngineError("there are no tiers now")
+            raise EngineError(
+                "no tiers are open: the first engine of the model opens them; `failure` says why it could not"
+            )
         with stack.runtime.locked() as cache:
             return [chain(stack.scope.digest, tokens, cache.settings.first_tokens)]
 
@@ -184,7 +196,7 @@ class Tiers:
         keep = kept_tiers(self.config, keep)
         self._allocator.forget()
         if self.stack.runtime.fault is None:
-            with self.stack.runtime.transaction() as cache:
+            with self.stack.runtime.batch() as cache:
                 cache.reset(keep=keep)
             if self._allocator.in_use:  # otherwise the model is looked at when the next engine starts
                 self._allocator.attach(self.open(self._allocator))
@@ -192,7 +204,7 @@ class Tiers:
         stack = self.open(self._allocator)
         self._allocator.attach(stack)
         if stack is not None:  # opened anew, maybe over files of before
-            with stack.runtime.transaction() as cache:
+            with stack.runtime.batch() as cache:
                 cache.reset(keep=keep)
 
     def sleep(self, *, keep: Sequence[str] = (HOST, FILE)) -> None:
@@ -370,7 +382,8 @@ def tiered(model: Any, config: Config, *, open_file: Callable[..., Tier] = FileT
         raise EngineError(f"{type(model).__name__} cannot be served with tiers: {reason}")
     if getattr(model, "_cached_continuous_batching_manager", None) is not None:
         raise EngineError(
-            "the model keeps a manager of an earlier session: destroy_cached_continuous_batching_manager()"
+            "the model keeps a manager of an earlier session: call its "
+            "destroy_cached_continuous_batching_manager() first"
         )
     tiers = Tiers(model, config, open_file)
     ours = TieredAllocator.over(tiers)

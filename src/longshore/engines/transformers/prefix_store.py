@@ -21,7 +21,7 @@ import torch
 from transformers import DynamicCache
 
 from longshore.boundary import FILE, HOST, REMOTE
-from longshore.cache import Found, GroupKeys, Lease, Retention
+from longshore.cache import GroupKeys, Lease, LookupResult, Retention
 from longshore.config import Config
 from longshore.engines.tensors import RowBlocks
 from longshore.engines.transformers.attach import kept_tiers, why_not_served
@@ -292,7 +292,7 @@ class PrefixStore:
             self._wait_idle()
             self._is_asleep = True
             if self._stack.host is None:  # through the device straight into files: there is no host memory to be kept
-                with self._stack.runtime.transaction() as cache:
+                with self._stack.runtime.batch() as cache:
                     cache.reset(keep=keep)
                 self._stack.close()
             else:
@@ -357,7 +357,7 @@ class PrefixStore:
             fetch_and_wait(runtime, path, path.start * chunk_tokens, chunk_tokens, self._config.load_timeout)
         runtime.lookup_counters.requests += request_number is None
         runtime.lookup_counters.attempts += 1
-        with runtime.transaction() as tiered_cache:
+        with runtime.batch() as tiered_cache:
             with runtime.lookup_counters.seconds.timed():
                 found = tiered_cache.lookup(
                     {0: path},
@@ -386,7 +386,7 @@ class PrefixStore:
                 cache.update(known[:1], known[1:], layer)  # which copies them
         return done - path.start, found.request_number
 
-    def _load_parts(self, found: Found, path: GroupKeys, request: str) -> Generator[range]:
+    def _load_parts(self, found: LookupResult, path: GroupKeys, request: str) -> Generator[range]:
         """Load what was `found` of `path`, in parts; yields the staging blocks of each part that has arrived.
 
         The next part is being copied to the other half then. Ends after the first part that has not arrived whole.
@@ -410,13 +410,13 @@ class PrefixStore:
             for load in loads:
                 self._release(load.lease)
 
-    def _start_part(self, found: Found, part: GroupKeys, half: int, request: str) -> _PartLoad:
+    def _start_part(self, found: LookupResult, part: GroupKeys, half: int, request: str) -> _PartLoad:
         """Begin to load a `part` of what was found into a half of the staging blocks."""
         self._wait_for_half(half)
         self._stack.transfer_engine.begin_step(None)
         runtime, chunks, lease = self._stack.runtime, len(part.keys) - part.start, None
         blocks = self._blocks_of(half, chunks)
-        with runtime.transaction() as cache:
+        with runtime.batch() as cache:
             if chunks < found.num_chunks:
                 lease = cache.lookup(
                     {0: part},
@@ -437,7 +437,7 @@ class PrefixStore:
     def _release(self, lease: Lease | None) -> None:
         if lease is None:
             return
-        with self._stack.runtime.transaction() as cache:
+        with self._stack.runtime.batch() as cache:
             cache.release(lease)
 
     def _wait_idle(self) -> None:

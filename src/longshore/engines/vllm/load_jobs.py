@@ -89,7 +89,7 @@ class RequestLoad:
 
 
 class LoadJobs:
-    """The loads of one engine, one of each request at most. Calls are made inside a transaction of the runtime."""
+    """The loads of one engine, one of each request at most. Calls are made inside a batch of the runtime."""
 
     def __init__(self, context: JobContext, validity: BlockValidity) -> None:
         self._context = context
@@ -260,7 +260,7 @@ def _ready(cache: TieredCache, paths: Paths) -> tuple[dict[int, Residency], list
     ready, rest = dict[int, Residency](), list[tuple[int, Key]]()
     for group, keys in paths.items():
         seen = keys if isinstance(keys, Residency) else residency(cache, keys)
-        lead = takewhile(lambda presence: presence is Presence.WARMEST, () if rest else seen.presences)
+        lead = takewhile(lambda presence: presence is Presence.HOST, () if rest else seen.presences)
         count = len(list(lead))
         if count:
             ready[group] = seen.part(0, count)
@@ -268,7 +268,7 @@ def _ready(cache: TieredCache, paths: Paths) -> tuple[dict[int, Residency], list
     return ready, rest
 
 
-_TIER = {Presence.WARMEST: HOST, Presence.IN_FLIGHT: HOST, Presence.COLDER: FILE, Presence.ABSENT: ""}
+_TIER = {Presence.HOST: HOST, Presence.IN_FLIGHT: HOST, Presence.COLDER: FILE, Presence.ABSENT: ""}
 
 
 def tiers_of(found: Sequence[Presence]) -> list[str]:
@@ -347,7 +347,7 @@ class RemoteFetches:
         now = self._runtime.clock()
         if request.probes is None and now < request.next_probe:
             return _with_in_flight(found, ends, set(absent))
-        with self._runtime.transaction() as cache:
+        with self._runtime.batch() as cache:
             asked = {0: GroupKeys(request.cache_keys(absent))}
             asks = self._stores_to_probe(ends, absent, first) if request.probes is None else []
             if request.source is None:  # only requests that name a peer probe it

@@ -55,7 +55,7 @@ from longshore.errors import log_seldom
 from longshore.hints import RequestHints
 from longshore.monitoring.metric_table import LOOKUP_SECONDS
 from longshore.runtime.control import ControlServer
-from longshore.runtime.error_handler import contained
+from longshore.runtime.error_handler import with_fallback
 
 if TYPE_CHECKING:
     from longshore.runtime.peer_server import PeerServer
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
 STEP = Protection.STEP
-_IN_A_TIER = (Presence.WARMEST, Presence.COLDER)
+_IN_A_TIER = (Presence.HOST, Presence.COLDER)
 LOAD = Route(HOST, DEVICE)
 _HIT_SOURCES = {HOST: CacheHitSource.HOST, FILE: CacheHitSource.DISK}
 WHOLE_PATHS = RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
@@ -128,7 +128,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     # ------------------------------------------------------------------ loading
 
-    @contained(lambda self, req_context: WHOLE_PATHS)
+    @with_fallback(lambda self, req_context: WHOLE_PATHS)
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """A request has arrived. From now on the device may have blocks of it."""
         self._check_weights()  # the device had no block of this request before they changed
@@ -137,7 +137,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         request.hints, request.source = hints_of(req_context, self._hints), source_of(req_context, self._tiers.peers)
         return WHOLE_PATHS
 
-    @contained(lambda self, key, req_context: MISS)
+    @with_fallback(lambda self, key, req_context: MISS)
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Where a chunk is. The first call in a step answers for all chunks of the request."""
         try:
@@ -160,26 +160,26 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         origin = HOST if request is None else request.origins.get(key, HOST)
         return _HIT_SOURCES.get(origin, CacheHitSource.EXTERNAL_UNSPECIFIED)
 
-    @contained(lambda self, keys, req_context: self._slots_after_fault(keys, req_context))
+    @with_fallback(lambda self, keys, req_context: self._slots_after_fault(keys, req_context))
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> SlotsSpec:
         """Lease the slots of these chunks to the workers; of a load in parts, of those in host memory."""
         name = req_context.req_id
         request = self._requests.get(name) or self._request_state(req_context)
         paths = {group: request.looked_up(mine) for group, mine in self._groups.split(keys)}
         origins = dict(zip(request.cache_keys(request.origins), request.origins.values(), strict=True))
-        with self._runtime.transaction() as cache:
+        with self._runtime.batch() as cache:
             spec = self._load_jobs.begin(cache, name, request.number, paths, origins, in_parts=request.loads_in_parts)
             self._release(request, cache)
         request.waiting_since = None
         return spec
 
-    @contained(lambda self, keys, req_context: None)
+    @with_fallback(lambda self, keys, req_context: None)
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """The workers have read the slots of a load."""
         name = req_context.req_id
         request = self._requests.get(name)
         if request is not None and name in self._load_jobs:
-            with self._runtime.transaction() as cache:
+            with self._runtime.batch() as cache:
                 parts, failed = self._load_jobs.end(cache, name)
                 request.load_failed |= failed
                 results = [result for ticket in parts for result in self._job_context.end(ticket, cache)]
@@ -187,19 +187,19 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
                     self._runtime.observe_loads(LOAD, results)
             self._drop_if_finished(name, request)
 
-    @contained(lambda self: self._load_jobs.abandon() + self._store_jobs.abandon())
+    @with_fallback(lambda self: self._load_jobs.abandon() + self._store_jobs.abandon())
     def take_parts(self) -> list[JobPart]:
         """Parts of loads and stores that are sent to the workers in this step."""
         return self._load_jobs.take() + self._store_jobs.take()
 
-    @contained(lambda self, context, tokens, seconds: None)
+    @with_fallback(lambda self, context, tokens, seconds: None)
     def observe_prefill(self, context: int, tokens: int, seconds: float) -> None:
         """Report to the gate that a step computed `tokens` prompt tokens after `context` in `seconds`."""
         self._runtime.observe_prefill(context, tokens, seconds)
 
     # ------------------------------------------------------------------ storing
 
-    @contained(lambda self, keys, req_context: PrepareStoreOutput([], self._no_slots(), []))
+    @with_fallback(lambda self, keys, req_context: PrepareStoreOutput([], self._no_slots(), []))
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Give slots to the chunks that no tier has, from the beginning of the prompt on (`StoreJobs.offer`).
 
@@ -209,34 +209,34 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         self._validity.device_used()
         request = self._request_state(req_context)
         accepts = request.hints.store and self._validity.may_store(request, keys, self._store_jobs)
-        with self._runtime.transaction() as cache:
+        with self._runtime.batch() as cache:
             accepted = self._store_jobs.offer(cache, request, keys, req_context, accepts=accepts)
             if self._computed_by and accepted is not None:  # they are in flight now, or not stored at all
                 self._no_longer_computes(request.cache_keys(keys))
         return None if accepted is None else PrepareStoreOutput(*accepted, [])
 
-    @contained(lambda self, keys, req_context, success=True: None)
+    @with_fallback(lambda self, keys, req_context, success=True: None)
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         """vLLM reports these chunks as done: publish the chunks that all ranks have copied."""
         self._check_weights()
-        with self._runtime.transaction() as cache:
+        with self._runtime.batch() as cache:
             left = self._store_jobs.report(cache, keys)
         self._unreported += [(ticket, True) for ticket in left]
 
     # ------------------------------------------------------------------ between steps
 
-    @contained(lambda self, name: None)
+    @with_fallback(lambda self, name: None)
     def will_finish(self, name: str) -> None:
         """The next offer of the request `name` is its last one; called by `LongshoreConnector`."""
         if name in self._requests:
             self._requests[name].is_finishing = True
 
-    @contained(lambda self, req_context: None)
+    @with_fallback(lambda self, req_context: None)
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Release the leases of a finished request; slots that workers still read stay reserved."""
         request = self._requests.get(req_context.req_id)
         if request is not None:
-            with self._runtime.transaction() as cache:
+            with self._runtime.batch() as cache:
                 self._release(request, cache)
                 self._load_jobs.stop(cache, request.name)
                 mine = [key for key in request.computed_keys if self._computed_by.get(key) == request.name]
@@ -244,14 +244,14 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             request.finished = True
             self._drop_if_finished(req_context.req_id, request)
 
-    @contained(lambda self, context: None)
+    @with_fallback(lambda self, context: None)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """A step was planned: prefetch the chunks that were asked for and are in a colder tier."""
         self._check_weights()
         self._tiers.sleeps.restore_host_memory()
         for name in self._requests.keys() & context.preempted_req_ids:
             self._requests[name].offered_before_reset = -1  # its blocks are computed again
-        with self._runtime.transaction() as cache:
+        with self._runtime.batch() as cache:
             if any(request.wanted for request in self._requests_of_step):
                 cache.end_step()  # loads of this step have leases by now; other chunks may be evicted
             for request in self._requests_of_step:
@@ -272,7 +272,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """Whether steps are needed even without requests."""
         return self._runtime.fault is None and bool(self._unreported)
 
-    @contained(lambda self: None)
+    @with_fallback(lambda self: None)
     def reset_cache(self) -> None:
         """vLLM reset its caches: clear the tiers, except those that the settings keep."""
         self._check_weights()
@@ -286,7 +286,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         if not self.observes_device_resets and not self._is_serving:
             self.device_was_reset()
 
-    @contained(lambda self: None)
+    @with_fallback(lambda self: None)
     def device_was_reset(self) -> None:
         """vLLM's prefix cache was emptied: only running requests have blocks on the device, and will compute them."""
         self._check_weights()
@@ -296,7 +296,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         if self._is_serving:
             self._validity.device_used()
 
-    @contained(lambda self, name, lora: None)
+    @with_fallback(lambda self, name, lora: None)
     def set_adapter(self, name: str, lora: Any) -> None:
         """The request `name`, which arrives next, uses the adapter of vLLM's `LoRARequest`."""
         self._requests.setdefault(name, RequestState(name)).lora = lora
@@ -308,7 +308,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     def _clear_tiers(self, keep: tuple[str, ...] = (), *, weights: bool = False) -> None:
         """Clear the tiers but those to `keep`. Slots in flight stay reserved until the workers have reported them."""
-        with self._runtime.transaction() as cache:
+        with self._runtime.batch() as cache:
             for request in self._requests.values():
                 self._release(request, cache)
             self._unreported += [(ticket, False) for ticket in self._load_jobs.end_all(cache)]
@@ -320,10 +320,10 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         for name in [name for name, request in self._requests.items() if request.finished]:
             del self._requests[name]
 
-    @contained(lambda self: None)
+    @with_fallback(lambda self: None)
     def on_reset_flushed(self) -> None:
         """All jobs in flight at the last reset were reported: no worker uses their slots any more (vLLM 0.33)."""
-        with self._runtime.transaction() as cache:
+        with self._runtime.batch() as cache:
             for ticket, _ in self._unreported:
                 if ticket.number in self._open_at_reset:
                     self._job_context.end(ticket, cache)
@@ -335,10 +335,10 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """The increments of the counters since the last call; all counters at the first call."""
         with self._runtime.locked() as cache:
             try:
-                gate = self._runtime.gate
-                refused = 0 if gate is None else gate.refused
+                recomputed = 0 if (gate := self._runtime.gate) is None else gate.recomputed
                 peers = peer_samples(self.peer_server, None if self._fetches is None else self._fetches.peer_waits)
-                return self._metrics.stats(cache, refused, self._validity.weight_changes, self._runtime.faults, peers)
+                changes = self._validity.weight_changes
+                return self._metrics.stats(cache, recomputed, changes, self._runtime.faults, peers)
             except Exception:  # noqa: BLE001 - what is wrong with the metrics is no reason to serve nothing
                 log_seldom(_log, "metrics could not be reported to vLLM, which shows the last ones; report this")
                 cache.counters.internal_errors += 1
@@ -350,7 +350,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         with self._runtime.locked() as cache:
             return dict(cache.counters.hit_tokens)
 
-    @contained(lambda self: list[OffloadingEvent]())
+    @with_fallback(lambda self: list[OffloadingEvent]())
     def take_events(self) -> list[OffloadingEvent]:
         """KV events since the last call: chunks that tiers stored and removed; none unless vLLM publishes events."""
         if self._events is None:
@@ -359,7 +359,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             return list(self._events.translate(cache))
 
     def is_coming(self, key: Key) -> bool:
-        """Whether a request computes a chunk, or it waits to be stored. In a transaction of the runtime."""
+        """Whether a request computes a chunk, or it waits to be stored. In a batch of the runtime."""
         return key in self._computed_by or key in self._store_jobs.keys_without_slots
 
     def flush(self, timeout: float) -> bool:
@@ -378,10 +378,10 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     # ------------------------------------------------------------------ inside
 
-    @contained(lambda self, tickets: None)
+    @with_fallback(lambda self, tickets: None)
     def _release_tickets(self, tickets: Sequence[Ticket]) -> None:
         """End all loads, and release the cache jobs of `tickets`: vLLM reports nothing any more."""
-        with self._runtime.transaction() as cache:
+        with self._runtime.batch() as cache:
             self._load_jobs.end_all(cache)
             for cache_job, _ in (each for ticket in tickets for each in ticket.cache_jobs):
                 cache.release(cache_job)
@@ -399,7 +399,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
                     seen = request.looked_up(mine)
                     if not isinstance(seen, Residency) or (slots := seen.slots()) is None:
                         return self._no_slots()
-                    group_slots[group] = Slots(HOST, cache.settings.pool_of(group), tuple(slots))
+                    group_slots[group] = Slots(HOST, cache.settings.size_class_of(group), tuple(slots))
                 return self._slots_spec(group_slots)
         except Exception:  # noqa: BLE001 - of state that failed an integrity check
             log_seldom(_log, "chunks found before all tiers were disabled cannot be read; they are recomputed")
@@ -417,7 +417,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         must_recompute |= self._tiers.reports.is_asleep() or not self._tiers.sleeps.has_memory
         request.asked_keys, request.loads_in_parts = list(asked), False
         now = self._runtime.clock()
-        with self._runtime.transaction() as cache:
+        with self._runtime.batch() as cache:
             timed_out = (waited := now - (request.waiting_since or now)) > self._job_context.timeout
             was_prefetched = bool(request.leases) and all(cache.progress(lease).is_over for lease in request.leases)
             asks = {0: GroupKeys(request.cache_keys(() if must_recompute else request.asked_keys))}
@@ -448,10 +448,10 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         found = [Presence.IN_FLIGHT if at in coming else each for at, each in enumerate(found)] if coming else found
         self._count_misses(request, found, key, timed_out=timed_out, was_prefetched=was_prefetched, stalled=stalled)
         request.answers = dict.fromkeys(asked, HIT)
-        if found.count(Presence.WARMEST) == len(found):
+        if found.count(Presence.HOST) == len(found):
             return HIT
         for each, presence in zip(request.asked_keys, found, strict=True):
-            if presence is Presence.WARMEST:
+            if presence is Presence.HOST:
                 continue
             waits = presence is Presence.IN_FLIGHT and not timed_out and not stalled
             # A chunk that was prefetched for this request and evicted again would be so each time.
@@ -491,7 +491,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     def _report_hits_in_parts(
         self, request: RequestState, ends: Mapping[OffloadKey, int], found: Sequence[Presence], first: OffloadKey
     ) -> Sequence[Presence]:
-        """`found`; chunks in colder tiers are `WARMEST` if more chunks are in tiers than host memory has slots.
+        """`found`; chunks in colder tiers are `HOST` if more chunks are in tiers than host memory has slots.
 
         vLLM looks up the chunk `first`. Such a load has parts.
         """
@@ -502,7 +502,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         cold = {key for (key, end), each in found_by_key if each is Presence.COLDER and end <= limit}
         request.loads_in_parts = True
         request.origins.update(dict.fromkeys(cold, FILE))
-        return [Presence.WARMEST if key in cold else each for (key, _), each in found_by_key]
+        return [Presence.HOST if key in cold else each for (key, _), each in found_by_key]
 
     def _count_misses(
         self,

@@ -97,9 +97,9 @@ class OffloadingMetrics:
         does not wait; nor does one for chunks that were prefetched for it and evicted again (`was_prefetched`), nor any
         while the file tier is `stalled`.
         """
-        if found.count(Presence.WARMEST) == len(found):
+        if found.count(Presence.HOST) == len(found):
             return Counter()
-        first = next(i for i, presence in enumerate(found) if presence is not Presence.WARMEST)
+        first = next(i for i, presence in enumerate(found) if presence is not Presence.HOST)
         reason = MissReason.ABSENT
         if found[first] is not Presence.ABSENT:
             if not timed_out and not stalled and not (was_prefetched and found[first] is Presence.COLDER):
@@ -115,12 +115,13 @@ class OffloadingMetrics:
     def stats(
         self,
         cache: TieredCache,
-        refused: int = 0,
+        recomputed: int = 0,
         weights: int = 0,
         faults: int = 0,
         peers: dict[_Sample, float] | None = None,
     ) -> OffloadingConnectorStats | None:
-        """What has changed since the last call; at the first, everything. `refused` are chunks that were recomputed.
+        """What has changed since the last call; at the first, everything. `recomputed` are chunks not loaded by the
+        gate.
 
         `weights` is how often the weights have changed, `faults` how often the control plane has failed; `peers` are
         `peer_samples`.
@@ -129,7 +130,7 @@ class OffloadingMetrics:
         serves = {HOST: True, **({FILE: False} if self._no_file["off"] else {})}
         serves |= {tier.name: not tier.trouble for tier in (self._file, *self._remote_stores) if tier is not None}
         new |= {("longshore_tier_available", (tier,)): int(each and not faults) for tier, each in serves.items()}
-        new["longshore_recomputed_chunks", ()] = refused
+        new["longshore_recomputed_chunks", ()] = recomputed
         new["longshore_weight_changes", ()] = weights
         new["longshore_control_plane_faults", ()] = faults
         changed = [(sample, value) for sample, value in new.items() if self._reported.get(sample) != value]

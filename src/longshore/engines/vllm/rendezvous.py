@@ -37,9 +37,9 @@ class EngineMemory:
         arena: Where the arena is found, as a path.
         reports: Where the reports of the ranks are.
         slab_bytes: As in `Slabs`, as are the next two.
-        image_bytes: Sizes of images, by pool.
+        image_bytes: Sizes of images, by size class.
         slabs: Number of slabs.
-        pools: The pool of each KV cache group's images.
+        size classes: The size class of each KV cache group's images.
         ranks: Ranks whose parts make an image.
         world: Ranks that there are.
         fingerprint: Of the layout.
@@ -52,7 +52,7 @@ class EngineMemory:
     slab_bytes: int
     image_bytes: tuple[int, ...]
     slabs: int
-    pools: tuple[int, ...]
+    size_classes: tuple[int, ...]
     ranks: int
     world: int
     fingerprint: str
@@ -63,7 +63,7 @@ class EngineMemory:
     def read(cls, text: str) -> EngineMemory:
         """Parse what `record_memory_info` wrote."""
         fields = json.loads(text)
-        sequences = {name: tuple(fields[name]) for name in ("image_bytes", "pools")}
+        sequences = {name: tuple(fields[name]) for name in ("image_bytes", "size_classes")}
         return cls(**{**fields, **sequences, "model": ModelIdentity.from_fields(fields["model"])})
 
     @property

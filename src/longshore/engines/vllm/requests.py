@@ -294,7 +294,7 @@ class JobContext:
         clock: In seconds.
         timeout: Seconds for which a request waits for chunks, or offers chunks again.
         slots: Slots of host memory.
-        image_bytes: Bytes of an image of each pool.
+        image_bytes: Bytes of an image of each size class.
     """
 
     groups: ChunkGroups
@@ -325,7 +325,7 @@ class JobContext:
         now, left, results = self.clock(), iter(statuses), []
         for cache_job, slots in ticket.cache_jobs:
             mine = tuple(islice(left, len(slots.indices)))
-            nbytes = mine.count(OK) * self.image_bytes[slots.pool]
+            nbytes = mine.count(OK) * self.image_bytes[slots.size_class]
             results.append(TransferResult(cache_job, mine, nbytes, (now - ticket.since) / len(ticket.cache_jobs)))
         cache.apply_results(results, now)
         return results

@@ -235,9 +235,9 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
         """
         if slab >= memory.slabs:
             return
-        for group, pool in enumerate(memory.pools):
+        for group, size_class in enumerate(memory.size_classes):
             blocks = tuple(range(min(layout.groups[group].blocks_per_chunk, layout.num_blocks)))
-            slot = Slot(HOST, pool, memory.layout.slots_of(slab, pool)[0])
+            slot = Slot(HOST, size_class, memory.layout.slots_of(slab, size_class)[0])
             refs = caches.group_data_refs[group]
             rows = (caches.tensors[ref.tensor_idx].tensor[:, : ref.page_size_bytes] for ref in refs)
             copy_test(engine, RowBlocks(*rows), Section(group, 0, blocks), slot)
@@ -246,7 +246,7 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
         """The arena, the table of the reports of the ranks, and what other processes need to attach to both."""
         self.settings.check_host()  # whatever is wrong with the file tier's directory does not stop the engine
         check_size("host_size", self.settings.host_size, layout.image_bytes)
-        sizes, pools = by_size([layout.image_bytes_of(group) for group in range(len(layout.groups))])
+        sizes, size_classes = by_size([layout.image_bytes_of(group) for group in range(len(layout.groups))])
         slabs = Slabs.within(self.settings.host_size, sizes)
         arena = open_arena(self.settings, slabs.slabs, slabs.slab_bytes, registrar_for(layout.device))
         reports = RankReports.make(slabs.indices, self.config.parallel.world_size, layout.ranks)
@@ -256,7 +256,7 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
             slab_bytes=slabs.slab_bytes,
             image_bytes=slabs.image_bytes,
             slabs=slabs.slabs,
-            pools=pools,
+            size_classes=size_classes,
             ranks=layout.ranks,
             world=self.config.parallel.world_size,
             fingerprint=layout.fingerprint,

@@ -44,7 +44,7 @@ NO_SLOTS = Slots(HOST, 0, ())
 
 
 class StoreJobs:
-    """The stores of one engine that vLLM has not reported yet. Calls are made inside a transaction of the runtime.
+    """The stores of one engine that vLLM has not reported yet. Calls are made inside a batch of the runtime.
 
     Attributes:
         by_first_key: Stores that vLLM will report, oldest first, by their first key: it reports all keys of a store.

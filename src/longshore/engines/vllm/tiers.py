@@ -187,7 +187,7 @@ class SleepControl:
         if idle:
             self._runtime.wait_idle(self._config.load_timeout)
         try:
-            with self._runtime.transaction() as cache:
+            with self._runtime.batch() as cache:
                 cache.resize(HOST, 0, discard=True)
         except CapacityError as error:
             _log.warning("host memory is not freed for this sleep, because copies are in flight: %s", error)
@@ -198,7 +198,7 @@ class SleepControl:
         """A step is planned, so the engine is awake: use the slots again if all workers have the memory again."""
         if not self.has_memory and not self._reports.is_asleep() and not self._reports.lacks_memory():
             self.has_memory, self._reports.frees_host_memory = True, False
-            with self._runtime.transaction() as cache:
+            with self._runtime.batch() as cache:
                 cache.resize(HOST, self._slabs)
 
 
@@ -269,7 +269,7 @@ def open_tiers(
         movers = [] if file is None else [TierMover(file, host)]
         probers = [KeyedMover(store, host) for store in stores]
         sizes = [group.tokens_per_block * config.blocks_per_chunk for group in groups]
-        chunk = sizes[0], sum(memory.image_bytes[pool] for pool in memory.pools)  # of all groups
+        chunk = sizes[0], sum(memory.image_bytes[size_class] for size_class in memory.size_classes)  # of all groups
         runtime = make_runtime(config, cache, file, movers, probers, chunk)
         loop = BackgroundLoop(runtime)
         undo.pop_all()
@@ -308,7 +308,7 @@ def _open_stores(
     if config.serve or config.peer_networks:
         from longshore.tiers.remote.peers import PeerTier  # noqa: PLC0415 - only an engine with peers has it
 
-        if len(memory.pools) > 1:
+        if len(memory.size_classes) > 1:
             raise ConfigError("serve and peer_networks are for models with one KV cache group: remove them")
         peers = PeerTier(
             parse_url(config.peer_url),
@@ -371,6 +371,6 @@ def make_cache(
         events=events,
         max_writes=config.max_writes if "max_writes" in config.model_fields_set else _MAX_WRITES,
         groups=tuple(CacheGroup(block_size=group.tokens_per_block, window=window) for group, window in windows),
-        pools=memory.pools,
+        size_classes=memory.size_classes,
         stores_wait=True,
     )

@@ -40,7 +40,7 @@ from longshore.boundary import (
 from longshore.engines.vllm.rendezvous import TIMEOUT
 from longshore.engines.vllm.weight_changes import AdapterWatch, WeightWatch, report_adapter
 from longshore.errors import EngineError, TierError, log_seldom
-from longshore.runtime.error_handler import refusal_status
+from longshore.runtime.error_handler import submit_status
 from longshore.runtime.rank_reports import FAILED, INTERNAL_ERROR, RankReports
 from longshore.runtime.stack import take_back
 from longshore.tiers.arena import Arena
@@ -242,7 +242,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
             try:
                 self.arena.give_back()
             except TierError:
-                _log.exception("host memory could not be freed for the sleep; it stays allocated")
+                _log.exception("host memory could not be freed for the sleep; it stays allocated; report this")
             self.reports.set_lacks_memory(self._rank, lacks=self.arena.is_given_back)
 
     def after_device_restore(self) -> None:
@@ -334,7 +334,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
                 return False
             self.engine.submit(part.transfer)
         except Exception as error:  # noqa: BLE001 - vLLM would stop the engine
-            if refusal_status(error) is Status.INTERNAL_ERROR:
+            if submit_status(error) is Status.INTERNAL_ERROR:
                 part.failure = INTERNAL_ERROR
                 message = "internal error: transfer job %d failed, its blocks are not copied; report this"
                 log_seldom(_log, message, part.spec.ticket)

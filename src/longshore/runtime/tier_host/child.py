@@ -142,10 +142,10 @@ class TierHostServer:
             case Kind.ASK if isinstance(tier, StoreTier):
                 ticket, generation, deadline, keys = wire.parse_ask(body)
                 self._asked[tier.ask(keys, generation, deadline)] = ticket
-            case Kind.DISCARD:
-                tier.discard(array("I", body).tolist())
-            case Kind.FORGET:
-                self._send(Kind.FORGOTTEN, _forget(tier, *wire.FORGET.unpack(body)).encode())
+            case Kind.DELETE_RECORDS:
+                tier.delete_records(array("I", body).tolist())
+            case Kind.RESET:
+                self._send(Kind.RESET_DONE, _reset(tier, *wire.RESET.unpack(body)).encode())
             case _:
                 raise TierError(f"{kind.name} is not a request")
 
@@ -213,15 +213,15 @@ def open_tier(open_request: OpenRequest, arena: Arena) -> FileTier | StoreTier:
         time.sleep(0.05)
     with contextlib.ExitStack() as undo:
         undo.callback(tier.close)
-        tier.forget(open_request["generation"])
+        tier.reset(open_request["generation"])
         undo.pop_all()
     return tier
 
 
-def _forget(tier: FileTier | StoreTier, generation: int, scope: bytes) -> str:
+def _reset(tier: FileTier | StoreTier, generation: int, scope: bytes) -> str:
     """Store a reset; returns the error message, empty on success."""
     try:
-        tier.forget(generation, scope)
+        tier.reset(generation, scope)
     except TierError as error:
         return str(error)
     return ""

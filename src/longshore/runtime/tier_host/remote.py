@@ -68,7 +68,7 @@ class HostedRemoteTier(HostedTier, KeyedTier):
 
     @property
     def generation(self) -> int:
-        """The generation last given to `forget`, or to the constructor."""
+        """The generation last given to `reset`, or to the constructor."""
         return self._namespace.generation
 
     @property
@@ -104,14 +104,14 @@ class HostedRemoteTier(HostedTier, KeyedTier):
         answers, self._answers = self._answers, []
         return answers
 
-    def forget(self, generation: int, namespace: bytes | None = None) -> None:
-        """As `RemoteTier.forget`. Returns at once: what is sent to the process later is of the new generation."""
+    def reset(self, generation: int, namespace: bytes | None = None) -> None:
+        """As `RemoteTier.reset`. Returns at once: what is sent to the process later is of the new generation."""
         self._check_open()
         if self._namespace.reset(generation, namespace, self.settings):
             self._send_generation()
 
     def weights_changed(self) -> None:
-        """Weights have changed: the next `forget` starts a namespace of its own."""
+        """Weights have changed: the next `reset` starts a namespace of its own."""
         self._namespace.weights_changed()
 
     # ------------------------------------------------------------------ inside
@@ -127,7 +127,7 @@ class HostedRemoteTier(HostedTier, KeyedTier):
         self._send_generation()  # it may have been told an earlier one
 
     def _send_generation(self) -> None:
-        self._send(Kind.FORGET, wire.FORGET.pack(self.generation, self.namespace))
+        self._send(Kind.RESET, wire.RESET.pack(self.generation, self.namespace))
 
     @property
     def _is_owed(self) -> bool:
@@ -140,7 +140,7 @@ class HostedRemoteTier(HostedTier, KeyedTier):
                 got = "no answer" if present is None else f"{len(present)} keys"
                 raise WireError(f"ANSWER: ticket {ticket}: expected {self._asked.get(ticket, 0)} keys, got {got}")
             self._answer(ticket, present)
-        elif kind is not Kind.FORGOTTEN:
+        elif kind is not Kind.RESET_DONE:
             super()._handle(kind, body)
 
     def _end_all(self, status: Status) -> None:

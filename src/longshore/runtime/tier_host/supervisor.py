@@ -101,7 +101,8 @@ class HostProcess:
 
     def reject(self, error: Exception) -> None:
         """Ignore the process after an invalid message; the watch kills it."""
-        _log.error("%s tier: tier host (process %d) killed: invalid message: %s", self._tier, self.pid, error)
+        message = "%s tier: tier host (process %d) killed, because it sent an invalid message: %s; report this"
+        _log.error(message, self._tier, self.pid, error)
         self.is_eof = True
 
     def wait(self, timeout: float | None) -> None:

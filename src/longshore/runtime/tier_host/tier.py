@@ -56,7 +56,7 @@ STALLED = 10.0
 CLOSE_TIMEOUT = 60.0
 """Seconds that the tier host has to finish its operations when the tier is closed."""
 
-FORGET_TIMEOUT = 10.0
+RESET_TIMEOUT = 10.0
 """Seconds to wait until the tier host has stored a reset. Then it is killed, and this process writes the reset."""
 
 _KILL_TIMEOUT = 10.0
@@ -190,9 +190,8 @@ class HostedTier(Tier):
                 self._on_opened(body)
                 self._is_open = True
             case Kind.REFUSED:
-                _log.error(
-                    "restarted tier host cannot open the %s tier: %s; its blocks are misses", self.name, _refusal(body)
-                )
+                message = "restarted tier host cannot open the %s tier: %s; its blocks are misses until it can"
+                _log.error(message, self.name, _refusal(body))
             case Kind.FAILURES:
                 self._failures = wire.parse_counts(body, self._failures)
             case Kind.ALIVE:
@@ -319,7 +318,7 @@ class HostedFileTier(HostedTier):
         self._generation = 0
         self._scope = scope
         self._fixed_weights = fixed_weights
-        self._forgotten: str | None = None
+        self._unsaved_reset: str | None = None
         """Error of the last reset; empty if it is durable; `None` while that is unknown."""
         self._pending: PendingReset | None = None
         """File for resets that no tier host has confirmed."""
@@ -339,7 +338,7 @@ class HostedFileTier(HostedTier):
 
     @property
     def generation(self) -> int:
-        """The generation last given to `forget`, by this process or an earlier one; 0 at first."""
+        """The generation last given to `reset`, by this process or an earlier one; 0 at first."""
         return self._generation
 
     @property
@@ -372,13 +371,13 @@ class HostedFileTier(HostedTier):
         self._check_open()
         return self._others
 
-    def discard(self, slots: Sequence[int]) -> None:
+    def delete_records(self, slots: Sequence[int]) -> None:
         """Discard the content of `slots`. Has no effect while the process is away."""
         self._check_open()
         check_slots(slots, self.slabs)
-        self._send(Kind.DISCARD, array("I", slots).tobytes())
+        self._send(Kind.DELETE_RECORDS, array("I", slots).tobytes())
 
-    def forget(self, generation: int) -> None:
+    def reset(self, generation: int) -> None:
         """Serve no record from before `generation`. The reset is durable when this returns, whatever the process does.
 
         A reset that no process has confirmed is written by the engine's process, next to the files (`PendingReset`),
@@ -387,20 +386,20 @@ class HostedFileTier(HostedTier):
         """
         self._check_open()
         check_generation(generation)
-        if generation <= self._generation and not self._forgotten:
+        if generation <= self._generation and not self._unsaved_reset:
             return
         self._generation = max(generation, self._generation)
         if not self._fixed_weights:
             self._scope = os.urandom(len(self._scope))
-        self._forgotten = None
-        if self._send(Kind.FORGET, wire.FORGET.pack(self._generation, self._scope)):
+        self._unsaved_reset = None
+        if self._send(Kind.RESET, wire.RESET.pack(self._generation, self._scope)):
             self._wait_until_forgotten()
         elif self._supervisor.process is not None:
             self._supervisor.process.kill()  # it is opening an older generation; the next one is told of this one
-        if self._forgotten is None:
-            self._forgotten = self._write_pending_reset(lambda pending: pending.write(self._generation))
-        if self._forgotten:
-            raise TierError(self._forgotten)
+        if self._unsaved_reset is None:
+            self._unsaved_reset = self._write_pending_reset(lambda pending: pending.write(self._generation))
+        if self._unsaved_reset:
+            raise TierError(self._unsaved_reset)
 
     def weights_changed(self) -> None:
         """Report changed weights: records written after the next reset are for this engine alone."""
@@ -409,7 +408,7 @@ class HostedFileTier(HostedTier):
     def close(self) -> None:
         """As `HostedTier.close`; a reset that could not be written before is written now."""
         super().close()
-        if self._forgotten and os.getpid() == self._pid:
+        if self._unsaved_reset and os.getpid() == self._pid:
             self._settle_reset()
         if self._pending is not None:
             self._pending.close()
@@ -460,9 +459,9 @@ class HostedFileTier(HostedTier):
             _log.warning("file tier is no longer stalled: the disk responds")
 
     def _handle(self, kind: Kind, body: bytes) -> None:
-        if kind is Kind.FORGOTTEN:
-            with wire.checked("FORGOTTEN"):
-                self._forgotten = body.decode()
+        if kind is Kind.RESET_DONE:
+            with wire.checked("RESET_DONE"):
+                self._unsaved_reset = body.decode()
         elif kind is Kind.ALIVE:
             with wire.checked("ALIVE"):
                 (self._ended,) = wire.NUMBER.unpack(body)
@@ -471,9 +470,9 @@ class HostedFileTier(HostedTier):
 
     def _wait_until_forgotten(self) -> None:
         begun, was_stalled = time.monotonic(), self.is_stalled
-        while self._is_open and self._forgotten is None and self._supervisor.process is not None:
+        while self._is_open and self._unsaved_reset is None and self._supervisor.process is not None:
             waited = time.monotonic() - begun
-            left = (0.0 if was_stalled else FORGET_TIMEOUT) - waited  # a stalled disk has had its time
+            left = (0.0 if was_stalled else RESET_TIMEOUT) - waited  # a stalled disk has had its time
             if left <= 0 or self._supervisor.is_quiet:
                 _log.error(
                     "tier host (process %d) killed: it has not confirmed a reset after %.1f s%s; the engine writes the "
@@ -489,11 +488,11 @@ class HostedFileTier(HostedTier):
             self._receive()
 
     def _settle_reset(self) -> None:
-        """Retry a reset that `forget` could not write; if that fails, drop the superblock, and with it all records."""
-        self._forgotten = self._write_pending_reset(lambda pending: pending.write(self._generation))
-        if not self._forgotten:
+        """Retry a reset that `reset` could not write; if that fails, drop the superblock, and with it all records."""
+        self._unsaved_reset = self._write_pending_reset(lambda pending: pending.write(self._generation))
+        if not self._unsaved_reset:
             return
-        _log.error("%s; discarding all records, so that none from before the reset is served", self._forgotten)
+        _log.error("%s; discarding all records, so that none from before the reset is served", self._unsaved_reset)
         if worse := self._write_pending_reset(PendingReset.drop):
             _log.error(
                 "%s; remove %s before the next start, or records from before the reset may be served",
@@ -524,9 +523,9 @@ class HostedFileTier(HostedTier):
         except RuntimeError:  # no more threads to be had
             write()
         try:
-            return outcome.get(timeout=FORGET_TIMEOUT)
+            return outcome.get(timeout=RESET_TIMEOUT)
         except queue.Empty:
-            return f"{self._open_request['directory']}: the reset was not written to disk within {FORGET_TIMEOUT:.0f} s"
+            return f"{self._open_request['directory']}: the reset was not written to disk within {RESET_TIMEOUT:.0f} s"
 
 
 def _refusal(body: bytes) -> TierError:

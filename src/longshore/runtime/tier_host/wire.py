@@ -9,8 +9,8 @@
                                                ◄──    RESULT     ticket, bytes, seconds, statuses: one for each SUBMIT
     ASK        ticket, deadline, keys          ──►                                                       (stores only)
                                                ◄──    ANSWER     ticket, what is there; nothing: not known
-    FORGET     generation, scope or namespace  ──►
-                                               ◄──    FORGOTTEN  why it could not be done; nothing if it was
+    RESET      generation, scope or namespace  ──►
+                                               ◄──    RESET_DONE why it could not be done; nothing if it was
                                                ◄──    FAILURES   counts by reason (JSON), whenever they change
                                                ◄──    ALIVE      operations carried out until now; each second, if busy
     end of file                                ──►    it finishes what it has begun, and ends
@@ -38,15 +38,15 @@ from longshore.tiers.base import KEY_BYTES, Op, TierOp, TierResult
 NUMBER = struct.Struct("<Q")
 """The body of CANCEL, a ticket; and of ALIVE, the number of operations carried out."""
 
-FORGET = struct.Struct("<Q32s")
-"""The body of FORGET: generation, and scope or namespace."""
+RESET = struct.Struct("<Q32s")
+"""The body of RESET: generation, and scope or namespace."""
 
 _HEAD = struct.Struct("<BQ")
 _SUBMIT = struct.Struct("<Qd")
-_OP = struct.Struct("<BBHIqQQQ32s32s")  # kind, whether it has a parent, pool, 0, slot, offset, length, generation, keys
+_OP = struct.Struct("<BBHIqQQQ32s32s")  # kind, has a parent, size class, 0, slot, offset, length, generation, keys
 _ASK = struct.Struct("<QQd")
 _RESULT = struct.Struct("<QQdd")
-_FOUND = np.dtype([("slot", "<u8"), ("pool", "<u2"), ("has_parent", "?"), ("key", "V32"), ("parent", "V32")])
+_FOUND = np.dtype([("slot", "<u8"), ("size_class", "<u2"), ("has_parent", "?"), ("key", "V32"), ("parent", "V32")])
 
 _OPS = tuple(Op)
 _OP_NUMBERS = {op: number for number, op in enumerate(_OPS)}
@@ -65,13 +65,13 @@ class Kind(enum.IntEnum):
     OPEN = 1
     SUBMIT = 2
     CANCEL = 3
-    FORGET = 4
+    RESET = 4
     OPENED = 5
     REFUSED = 6
     RESULT = 7
-    FORGOTTEN = 8
+    RESET_DONE = 8
     FAILURES = 9
-    DISCARD = 10
+    DELETE_RECORDS = 10
     ALIVE = 11
     ASK = 12
     ANSWER = 13
@@ -142,10 +142,10 @@ def pack_json(value: Any) -> bytes:
 def pack_submit(ticket: int, deadline: float, ops: Sequence[TierOp]) -> bytes:
     """The body of SUBMIT, for validated operations."""
     parts = [_SUBMIT.pack(ticket, deadline)]
-    for op, slot, key, parent, offset, length, generation, pool in ops:
+    for op, slot, key, parent, offset, length, generation, size_class in ops:
         above, has_parent = (_NO_PARENT, 0) if parent is None else (parent, 1)
         number = _OP_NUMBERS[op]
-        parts.append(_OP.pack(number, has_parent, pool, 0, slot, offset, length, generation, key, above))
+        parts.append(_OP.pack(number, has_parent, size_class, 0, slot, offset, length, generation, key, above))
     return b"".join(parts)
 
 
@@ -153,8 +153,8 @@ def parse_submit(body: bytes) -> tuple[int, float, list[TierOp]]:
     """Ticket, deadline and operations."""
     ticket, deadline = _SUBMIT.unpack_from(body)
     ops = [
-        TierOp(_OPS[op], slot, key, above if has_parent else None, offset, length, generation, pool)
-        for op, has_parent, pool, _, slot, offset, length, generation, key, above in _OP.iter_unpack(
+        TierOp(_OPS[op], slot, key, above if has_parent else None, offset, length, generation, size_class)
+        for op, has_parent, size_class, _, slot, offset, length, generation, key, above in _OP.iter_unpack(
             memoryview(body)[_SUBMIT.size :]
         )
     ]
@@ -248,8 +248,8 @@ def parse_opened(body: bytes, known: Iterable[str]) -> OpenedReply:
         if max(others, default=0) >= max(slabs.indices, 1):
             raise WireError(f"expected slots below {slabs.indices}, got {max(others)}")
         try:
-            for pool in np.unique(found.pools).tolist():
-                slabs.offsets(pool, found.slots[found.pools == pool])
+            for size_class in np.unique(found.size_classes).tolist():
+                slabs.offsets(size_class, found.slots[found.size_classes == size_class])
         except PlanError as error:
             raise WireError(str(error)) from None
         return OpenedReply(
@@ -272,7 +272,7 @@ def _counts(counts: Any, known: Iterable[str]) -> dict[str, int]:
 def _pack_found(found: StoredChunks) -> bytes:
     table = np.zeros(len(found), _FOUND)
     if len(found):
-        table["slot"], table["pool"], table["has_parent"] = found.slots, found.pools, found.has_parent
+        table["slot"], table["size_class"], table["has_parent"] = found.slots, found.size_classes, found.has_parent
         table["key"], table["parent"] = found.keys, found.parents
         table["parent"][~found.has_parent] = np.void(_NO_PARENT)
     return table.tobytes()
@@ -281,5 +281,5 @@ def _pack_found(found: StoredChunks) -> bytes:
 def _parse_found(body: bytes) -> StoredChunks:
     table = np.frombuffer(body, _FOUND)
     keys, parents = (np.ascontiguousarray(table[name]) for name in ("key", "parent"))
-    slots, pools = (table[name].astype(np.int64) for name in ("slot", "pool"))
-    return StoredChunks(slots, keys, parents, table["has_parent"] != 0, pools)
+    slots, size_classes = (table[name].astype(np.int64) for name in ("slot", "size_class"))
+    return StoredChunks(slots, keys, parents, table["has_parent"] != 0, size_classes)

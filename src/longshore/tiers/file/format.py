@@ -13,8 +13,8 @@
                            │ header │ rec. │ rec. │
                            └────────┴──────┴──────┴──
 
-The position of a slot follows from its number, its pool (the number of an image size) and the superblock
-(`longshore.boundary`). A header names slot and pool, so a record cannot be read as that of another slot.
+The position of a slot follows from its number, its size class (the number of an image size) and the superblock
+(`longshore.boundary`). A header names slot and size class, so a record cannot be read as that of another slot.
 
 Every page is 4096 bytes, little-endian, and ends with a checksum of everything before it: any changed bit is detected.
 An all-zero header page is a slot that was never written. Checkpoint `e` and journal `e` are in the files `e % 2`. A
@@ -77,14 +77,14 @@ class RecordHeader(NamedTuple):
     length: int
     sequence: int
     payload_checksum: int
-    pool: int = 0
+    size_class: int = 0
     algorithm: int = XXH3_64
 
 
 class Superblock(NamedTuple):
     """Geometry and generation of a segment: `slabs` slabs of `slab_bytes`, for images of the sizes `image_bytes`.
 
-    The sizes ascend; the pool of each is its place among them. `opens` counts the processes that have opened the
+    The sizes ascend; the size class of each is its place among them. `opens` counts the processes that have opened the
     segment for writing; it is the upper part of their write sequence numbers, so that those grow across restarts
     without a scan.
     """
@@ -121,7 +121,7 @@ def pack_header(header: RecordHeader) -> bytes:
         header.length,
         header.sequence,
         header.payload_checksum,
-        header.pool,
+        header.size_class,
     )
     return finish_page(fields)
 
@@ -135,7 +135,7 @@ def parse_header(page: bytes) -> RecordHeader:
     """The header in `page`; raises `FormatError` unless every bit of it is as `pack_header` would write it."""
     check_page("record header", page, RECORD_MAGIC)
     _, _, algorithm, flags, key, parent, scope, *numbers = _RECORD.unpack_from(page)
-    slot, generation, length, sequence, payload, pool = numbers
+    slot, generation, length, sequence, payload, size_class = numbers
     if algorithm not in ALGORITHMS:
         raise FormatError(f"record header: expected a checksum algorithm out of {ALGORITHMS}, got {algorithm}")
     if flags & ~HAS_PARENT:
@@ -146,7 +146,7 @@ def parse_header(page: bytes) -> RecordHeader:
         raise FormatError("record header: an image of length 0")
     check_padding("record header", page, _RECORD.size)
     before = parent if flags else None
-    return RecordHeader(key, before, scope, slot, generation, length, sequence, payload, pool, algorithm)
+    return RecordHeader(key, before, scope, slot, generation, length, sequence, payload, size_class, algorithm)
 
 
 def pack_superblock(superblock: Superblock) -> bytes:
@@ -232,7 +232,7 @@ ENTRY = np.dtype(
         ("scope", "V32"),
         ("slot", "<u4"),
         ("flags", "<u2"),
-        ("pool", "<u2"),
+        ("size_class", "<u2"),
         ("length", "<u8"),
         ("generation", "<u8"),
         ("sequence", "<u8"),
@@ -252,7 +252,7 @@ INSERTED = 1
 """Kind of journal record: the slot holds this record."""
 
 INVALIDATED = 2
-"""Kind of journal record: the slot holds no record. Both kinds assign the slab to the pool of the slot."""
+"""Kind of journal record: the slot holds no record. Both kinds assign the slab to the size class of the slot."""
 
 MAX_TIME = 2**32 - 1
 """The last second of Unix time that an entry can name."""
@@ -296,7 +296,7 @@ def pack_entry(header: RecordHeader, written_at: int) -> bytes:
         header.scope,
         header.slot,
         flags,
-        header.pool,
+        header.size_class,
         header.length,
         header.generation,
         header.sequence,
@@ -361,11 +361,11 @@ def valid_entries(entries: Entries) -> npt.NDArray[np.bool_]:
 def fits_geometry(entries: Entries, slabs: Slabs) -> npt.NDArray[np.bool_]:
     """Which of `entries` are of slots that `slabs` have, whose images include a header page, and not too long."""
     images, room = np.array(slabs.images), np.array(slabs.image_bytes) - DISK_PAGE
-    has_pool = entries["pool"] < len(images)
-    pools = np.where(has_pool, entries["pool"], 0)
+    has_class = entries["size_class"] < len(images)
+    size_classes = np.where(has_class, entries["size_class"], 0)
     slab, position = np.divmod(entries["slot"], slabs.stride)
-    inside: npt.NDArray[np.bool_] = has_pool & (slab < slabs.slabs) & (position < images[pools])
-    return inside & (entries["length"] <= room[pools].astype(np.uint64))
+    inside: npt.NDArray[np.bool_] = has_class & (slab < slabs.slabs) & (position < images[size_classes])
+    return inside & (entries["length"] <= room[size_classes].astype(np.uint64))
 
 
 def pack_journal_header(epoch: int) -> bytes:
@@ -395,9 +395,9 @@ def pack_journal_record(epoch: int, serial: int, kind: int, entry: bytes) -> byt
     return _CHECKSUM.pack(digest(fields)) + fields
 
 
-def pack_invalidation(slot: int, pool: int) -> bytes:
-    """The entry of a journal record that invalidates `slot` of `pool`."""
-    return _ENTRY.pack(NO_PARENT, NO_PARENT, NO_PARENT, slot, 0, pool, 0, 0, 0, 0, 0)
+def pack_invalidation(slot: int, size_class: int) -> bytes:
+    """The entry of a journal record that invalidates `slot` of `size_class`."""
+    return _ENTRY.pack(NO_PARENT, NO_PARENT, NO_PARENT, slot, 0, size_class, 0, 0, 0, 0, 0)
 
 
 def parse_journal_records(epoch: int, data: bytes, after: int = 0) -> JournalRecords:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
+from itertools import chain, repeat
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -66,7 +66,7 @@ class Finding(NamedTuple):
     """Condition of a slot, and its header if that is valid."""
 
     slot: int
-    pool: int
+    size_class: int
     condition: Condition
     header: fmt.RecordHeader | None = None
 
@@ -165,7 +165,7 @@ class Fsck:
             entries = fmt.entries_of(sorted(whole, key=lambda header: header.sequence))
         elif not damaged:
             return
-        self._empty([(slot, pool) for slot, pool, *_ in damaged])
+        self._empty([(slot, size_class) for slot, size_class, *_ in damaged])
         self._index(entries[~np.isin(entries["slot"], [finding.slot for finding in damaged])])
 
     def remove(self, scopes: Collection[bytes]) -> bool:
@@ -179,7 +179,7 @@ class Fsck:
         kept = self._entries[~theirs & (self._entries["generation"] >= self.superblock.generation)]
         if len(kept):
             gone = self._entries[theirs]
-            self._empty(list(zip(gone["slot"].tolist(), gone["pool"].tolist(), strict=True)))
+            self._empty(list(zip(gone["slot"].tolist(), gone["size_class"].tolist(), strict=True)))
             self._index(kept)
             return False
         names = [*COPIES, RESET, SEGMENT, *index_files(0), LOCK]
@@ -191,11 +191,11 @@ class Fsck:
         return True
 
     def _empty(self, places: Sequence[tuple[int, int]]) -> None:
-        """Empty slots, each with its pool, durably."""
+        """Empty slots, each with its size class, durably."""
         with self._directory.as_tier_errors(SEGMENT):
             empty = make_staging(0).header
-            for slot, pool in places:
-                write_all(self._io, self._fd, empty, self.slabs.offset(pool, slot))
+            for slot, size_class in places:
+                write_all(self._io, self._fd, empty, self.slabs.offset(size_class, slot))
             self._io.fsync(self._fd)
 
     def _index(self, entries: Entries) -> None:
@@ -239,75 +239,75 @@ class Fsck:
             self._newest = newest
 
     def _examine(self, look: Callable[[int, int], Finding]) -> Iterator[Finding]:
-        pools = self._pools()
+        size_classes = self._size_classes()
         with ThreadPoolExecutor(_THREADS) as threads:
             for first in range(0, self.slabs.slabs, _BATCH_SLABS):
                 slabs = range(first, min(first + _BATCH_SLABS, self.slabs.slabs))
-                yield from chain.from_iterable(threads.map(lambda slab: self._slab(slab, pools.get(slab), look), slabs))
+                classes = map(size_classes.get, slabs)
+                yield from chain.from_iterable(threads.map(self._slab, slabs, classes, repeat(look)))
 
-    def _pools(self) -> dict[int, int]:
-        """The pool of each slab that the index lists records in."""
+    def _size_classes(self) -> dict[int, int]:
+        """The size class of each slab that the index lists records in."""
         if len(self.slabs.images) == 1:
             return dict.fromkeys(range(self.slabs.slabs), 0)
         if self._entries is None:
             return {}
         slabs = self._entries["slot"] // self.slabs.stride
-        return dict(zip(slabs.tolist(), self._entries["pool"].tolist(), strict=True))
+        return dict(zip(slabs.tolist(), self._entries["size_class"].tolist(), strict=True))
 
-    def _slab(self, slab: int, pool: int | None, look: Callable[[int, int], Finding]) -> list[Finding]:
-        """Check the slots of a slab. The newest header decides the pool of a slab that is not in the index."""
-        if pool is None:
+    def _slab(self, slab: int, size_class: int | None, look: Callable[[int, int], Finding]) -> list[Finding]:
+        """Check the slots of a slab. The newest header decides the size class of a slab that is not in the index."""
+        if size_class is None:
             found = [self._header(*place) for place in slots_of_slab(self.slabs, slab)]
             owners = [
-                (each.header.sequence, each.pool)
+                (head.sequence, each.size_class)
                 for each in found
-                if each.header is not None and each.header.pool == each.pool and not each.condition.is_damage
+                if (head := each.header) and head.size_class == each.size_class and not each.condition.is_damage
             ]
             if not owners:
-                return [each for each in found if each.pool == 0]
-            _, pool = max(owners)
-        return [look(slot, pool) for slot in self.slabs.slots_of(slab, pool)]
+                return [each for each in found if each.size_class == 0]
+            _, size_class = max(owners)
+        return [look(slot, size_class) for slot in self.slabs.slots_of(slab, size_class)]
 
-    def _header(self, slot: int, pool: int) -> Finding:
+    def _header(self, slot: int, size_class: int) -> Finding:
         staging, free = self._staging(), self._listed is not None and slot not in self._listed
         try:
-            if read_into(self._io, self._fd, staging.header, self.slabs.offset(pool, slot)) < DISK_PAGE:
-                return Finding(slot, pool, Condition.SHORT)
+            if read_into(self._io, self._fd, staging.header, self.slabs.offset(size_class, slot)) < DISK_PAGE:
+                return Finding(slot, size_class, Condition.SHORT)
         except OSError:
-            return Finding(slot, pool, Condition.UNREADABLE)
+            return Finding(slot, size_class, Condition.UNREADABLE)
         page = bytes(staging.header)
         if fmt.is_empty(page):
-            return Finding(slot, pool, Condition.EMPTY)
+            return Finding(slot, size_class, Condition.EMPTY)
         try:
             header = fmt.parse_header(page)
         except FormatError:
             free |= len(self.slabs.images) > 1 and not page.startswith(fmt.RECORD_MAGIC)  # within another's image
-            return Finding(slot, pool, Condition.LEFT_OVER if free else Condition.TORN_HEADER)
-        if not self._belongs(header, slot, pool):
-            return Finding(slot, pool, Condition.LEFT_OVER if free else Condition.MISPLACED, header)
+            return Finding(slot, size_class, Condition.LEFT_OVER if free else Condition.TORN_HEADER)
+        if not self._belongs(header, slot, size_class):
+            return Finding(slot, size_class, Condition.LEFT_OVER if free else Condition.MISPLACED, header)
         if header.generation < self.superblock.generation:
-            return Finding(slot, pool, Condition.STALE, header)
-        free |= header.pool != pool or header.sequence < self._newest.get((header.scope, header.key), 0)
-        return Finding(slot, pool, Condition.LEFT_OVER if free else Condition.WHOLE, header)
+            return Finding(slot, size_class, Condition.STALE, header)
+        free |= header.size_class != size_class or header.sequence < self._newest.get((header.scope, header.key), 0)
+        return Finding(slot, size_class, Condition.LEFT_OVER if free else Condition.WHOLE, header)
 
-    def _belongs(self, header: fmt.RecordHeader, slot: int, pool: int) -> bool:
+    def _belongs(self, header: fmt.RecordHeader, slot: int, size_class: int) -> bool:
         """Whether `header` belongs to the slot it was found in."""
         try:
-            place = self.slabs.offset(header.pool, header.slot)
+            place = self.slabs.offset(header.size_class, header.slot)
         except PlanError:
             return False
-        return (
-            place == self.slabs.offset(pool, slot) and header.length <= self.slabs.image_bytes[header.pool] - DISK_PAGE
-        )
+        room = self.slabs.image_bytes[header.size_class] - DISK_PAGE
+        return place == self.slabs.offset(size_class, slot) and header.length <= room
 
-    def _record(self, slot: int, pool: int) -> Finding:
-        found = self._header(slot, pool)
+    def _record(self, slot: int, size_class: int) -> Finding:
+        found = self._header(slot, size_class)
         if found.header is None or found.condition is not Condition.WHOLE:
             return found
         length = found.header.length
         body = self._staging().bounce[: align(length)]
         try:
-            if read_into(self._io, self._fd, body, self.slabs.offset(pool, slot) + DISK_PAGE) < length:
+            if read_into(self._io, self._fd, body, self.slabs.offset(size_class, slot) + DISK_PAGE) < length:
                 return found._replace(condition=Condition.SHORT)
         except OSError:
             return found._replace(condition=Condition.UNREADABLE)
@@ -420,7 +420,7 @@ def inspect(fsck: Fsck, headers: Iterable[Finding], now: float) -> Inspection:
         from_index=found is not None,
         records=len(live),
         stale=len(entries) - len(live),
-        full=float(np.array(geometry.image_bytes)[live["pool"]].sum()) / geometry.nbytes,
+        full=float(np.array(geometry.image_bytes)[live["size_class"]].sum()) / geometry.nbytes,
         live=fsck.live,
         sizes=_sizes(live, fsck.superblock),
         scopes=_scopes(live),
@@ -435,10 +435,10 @@ def _from_headers(headers: Iterable[Finding]) -> Entries:
 
 def _sizes(entries: Entries, superblock: Superblock) -> tuple[SizeUsage, ...]:
     geometry, sizes = superblock.geometry, []
-    for pool, image_bytes in enumerate(superblock.image_bytes):
-        slots = entries["slot"][entries["pool"] == pool]
+    for size_class, image_bytes in enumerate(superblock.image_bytes):
+        slots = entries["slot"][entries["size_class"] == size_class]
         sizes.append(
-            SizeUsage(image_bytes, geometry.images[pool], len(np.unique(slots // geometry.stride)), len(slots))
+            SizeUsage(image_bytes, geometry.images[size_class], len(np.unique(slots // geometry.stride)), len(slots))
         )
     return tuple(sizes)
 

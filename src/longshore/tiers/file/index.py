@@ -2,7 +2,7 @@
 
     invalidate      these slots hold no record; called before anything is written to them
     insert          this record was written completely
-    discard_record  this record was found unusable
+    delete_record  this record was found unusable
     touch           this record was served: it is the most recently used one
     checkpoint      write all entries into the older of two files
     Checkpointer    writes checkpoints when they are due, in a thread of its own
@@ -16,7 +16,7 @@ records until the next checkpoint, and never an invalidation.
     entries   slot 0: a    slot 1: -    slot 2: b    slot 3: c
     listed    yes          no           yes          no            whether checkpoint and journal on disk list a record
 
-Only records that the disk lists have to be invalidated. A slab has the entries of one pool: a write for another pool
+Only records that the disk lists have to be invalidated. A slab has the entries of one size class: a write for another
 invalidates all of them with one journal record.
 """
 
@@ -94,15 +94,15 @@ class RecordIndex:
         self._used: npt.NDArray[np.int64] = np.zeros(slabs.indices, np.int64)  # when, by the clock
         self._clock = len(entries)
         self._is_listed = np.zeros(slabs.indices, np.bool_)
-        self._pools = np.zeros(slabs.slabs, np.uint16)  # of each slab; that of one without entries means nothing
+        self._size_classes = np.zeros(slabs.slabs, np.uint16)  # of each slab; that of one without entries means nothing
         slots = entries["slot"]
         self._table.view(_WHOLE)[slots] = np.ascontiguousarray(entries).view(_WHOLE)
         self._used[slots] = np.arange(1, self._clock + 1)
         self._is_listed[slots] = True
-        self._pools[slots // self._stride] = entries["pool"]
+        self._size_classes[slots // self._stride] = entries["size_class"]
         # The same, a place at a time.
         self._rows, self._listed = self._table.view(np.uint8).data, self._is_listed.view(np.uint8).data
-        self._pool_of = self._pools.data
+        self._class_of_slab = self._size_classes.data
         self._lengths, self._sequences, self._hits = (self._table[name] for name in ("length", "sequence", "hits"))
         self._listed_slots = len(entries)  # none needs more than one invalidation
         self._touched = 0
@@ -126,41 +126,41 @@ class RecordIndex:
         return _in_order(table, used)
 
     def find(self, records: Iterable[tuple[int, int, Key]], scope: bytes) -> list[int]:
-        """The write sequence numbers of records by slot, pool and key, where there are such in `scope`; otherwise 0."""
+        """The write sequence numbers of records by slot, size class and key; 0 where there is none in `scope`."""
         with self._changing:
-            return [self._find(slot, pool, key, scope) for slot, pool, key in records]
+            return [self._find(slot, size_class, key, scope) for slot, size_class, key in records]
 
-    def is_assigned(self, slot: int, pool: int) -> bool:
-        """Whether the slab of `slot` is that of `pool`: else nothing of it is there."""
-        return self._pool_of[slot // self._stride] == pool
+    def is_assigned(self, slot: int, size_class: int) -> bool:
+        """Whether the slab of `slot` is that of `size_class`: else nothing of it is there."""
+        return self._class_of_slab[slot // self._stride] == size_class
 
     def invalidate(self, places: Iterable[tuple[int, int]]) -> None:
-        """Invalidate the slots of `places`, each with its pool, and all records of other pools in their slabs.
+        """Invalidate slots, each with its size class, and all records of other size classes in their slabs.
 
         Raises `OSError` if the journal cannot be written. Nothing has changed then, and the slots must not be written.
         """
         with self._changing:
             self._invalidate(list(places))
 
-    def discard(self, slots: Iterable[int]) -> None:
-        """Discard the records in `slots`; no process finds them any more."""
+    def delete_records(self, slots: Iterable[int]) -> None:
+        """Delete the records in `slots`; no process finds them any more."""
         with self._changing:
             self._discard(slots)
 
-    def discard_record(self, slot: int, sequence: int) -> None:
-        """The record that was written with this sequence number is unusable: discard it, if `slot` still holds it."""
+    def delete_record(self, slot: int, sequence: int) -> None:
+        """The record that was written with this sequence number is unusable: delete it, if `slot` still holds it."""
         with self._changing:
             if self._sequences[slot] == sequence:
                 self._discard([slot])
 
     def insert(self, headers: Sequence[RecordHeader]) -> None:
-        """Insert records that were written, except those whose slab was assigned to another pool meanwhile."""
+        """Insert records that were written, except those whose slab was assigned to another size class meanwhile."""
         now = min(max(int(time.time()), 0), fmt.MAX_TIME)  # whatever the clock says
         entries = [fmt.pack_entry(header, now) for header in headers]
         with self._changing:
             for header, entry in zip(headers, entries, strict=True):
                 slot = header.slot
-                if self.is_assigned(slot, header.pool):
+                if self.is_assigned(slot, header.size_class):
                     self._rows[slot * _SIZE : (slot + 1) * _SIZE] = entry
                     self._use(slot)
                     self._inserted[slot] = entry
@@ -182,7 +182,7 @@ class RecordIndex:
                     self._use(slot)
                     self._touched += 1
 
-    def forget(self, generation: int) -> None:
+    def reset(self, generation: int) -> None:
         """Drop entries older than `generation`. The superblock already excludes them, so the journal need not."""
         with self._changing:
             older = self._table["generation"] < generation
@@ -218,9 +218,9 @@ class RecordIndex:
         """Close the descriptor without writing the journal; a forked child may call this. Idempotent."""
         self._journal.close()
 
-    def _find(self, slot: int, pool: int, key: Key, scope: bytes) -> int:
+    def _find(self, slot: int, size_class: int, key: Key, scope: bytes) -> int:
         record = bytes(self._rows[slot * _SIZE : (slot + 1) * _SIZE])
-        is_it = record[_KEY] == key and record[_SCOPE] == scope and self.is_assigned(slot, pool)
+        is_it = record[_KEY] == key and record[_SCOPE] == scope and self.is_assigned(slot, size_class)
         return int(self._sequences[slot]) if is_it else 0
 
     def _use(self, slot: int) -> None:
@@ -232,7 +232,7 @@ class RecordIndex:
         return slice(first, first + self._stride)
 
     def _discard(self, slots: Iterable[int]) -> None:
-        places = [(slot, self._pool_of[slot // self._stride]) for slot in slots]
+        places = [(slot, self._class_of_slab[slot // self._stride]) for slot in slots]
         try:
             self._invalidate(places)
         except OSError as error:
@@ -241,14 +241,14 @@ class RecordIndex:
 
     def _invalidate(self, places: list[tuple[int, int]]) -> None:
         records: dict[range, bytes] = {}
-        for slot, pool in places:
+        for slot, size_class in places:
             slab = self._slab(slot)
-            if self.is_assigned(slot, pool):
+            if self.is_assigned(slot, size_class):
                 which = range(slot, slot + self._listed[slot])
             else:
                 which = range(slab.start, slab.stop if self._is_listed[slab].any() else slab.start)
             if which and which not in records:
-                records[which] = fmt.pack_invalidation(slot, pool)
+                records[which] = fmt.pack_invalidation(slot, size_class)
         if records:
             self._journal.append([(fmt.INVALIDATED, entry) for entry in records.values()])
             for which in records:
@@ -258,14 +258,14 @@ class RecordIndex:
         self._clear(places)
 
     def _clear(self, places: list[tuple[int, int]]) -> None:
-        for slot, pool in places:
-            if self.is_assigned(slot, pool):
+        for slot, size_class in places:
+            if self.is_assigned(slot, size_class):
                 self._rows[slot * _SIZE : (slot + 1) * _SIZE] = _NOTHING
                 self._inserted.pop(slot, None)
                 continue
             slab = self._slab(slot)
             self._table[slab] = np.zeros(1, ENTRY)
-            self._pools[slot // self._stride] = pool
+            self._size_classes[slot // self._stride] = size_class
             for ended in [each for each in self._inserted if slab.start <= each < slab.stop]:
                 del self._inserted[ended]
 

@@ -1,6 +1,6 @@
 """Verification of records that were read: a torn, corrupt or foreign record is a miss, and its bytes are never served.
 
-    segment ──► header page ──► its own checksum ──► key, scope, slot, pool, generation and length as expected?
+    segment ──► header page ──► its own checksum ──► key, scope, slot, size class, generation and length as expected?
             └─► image       ──► its checksum, by the algorithm that the header names ──► equal to the header's?
 
 | what was read | status |
@@ -11,7 +11,7 @@
 | a valid header of another record, or none: an overwritten, moved, or never written slot | `MISMATCH` |
 
 Each read is verified, so nothing is verified when files are opened after a crash. The tier then discards the record
-(`RecordIndex.discard_record`), and the cache recomputes the chunk.
+(`RecordIndex.delete_record`), and the cache recomputes the chunk.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ExpectedRecord(NamedTuple):
     key: Key
     scope: bytes
     slot: int
-    pool: int
+    size_class: int
     generation: int
     length: int
 
@@ -52,7 +52,7 @@ def check_header(page: bytes, wanted: ExpectedRecord) -> HeaderCheck:
         header = parse_header(page)
     except FormatError:
         return HeaderCheck(Status.CORRUPT)
-    found = (header.key, header.scope, header.slot, header.pool, header.generation, header.length)
+    found = (header.key, header.scope, header.slot, header.size_class, header.generation, header.length)
     return HeaderCheck(Status.OK if found == wanted else Status.MISMATCH, header.payload_checksum, header.algorithm)
 
 
@@ -61,7 +61,7 @@ class RecordVerifier(NamedTuple):
 
     Attributes:
         expected: The record that is expected at a position of the task, when it has been read; `None` if its slot
-            belongs to another pool by then.
+            belongs to another size class by then.
     """
 
     expected: Callable[[int], ExpectedRecord | None]

@@ -157,7 +157,7 @@ def _read_journal(directory: Directory, file: int) -> int | None:
 def replay_journal(entries: Entries, records: JournalRecords, stride: int) -> Entries:
     """`entries` after `records` were applied, in order of insertion. A slab has `stride` slots.
 
-    A journal record about a slot of one pool ends what other pools had in its slab.
+    A journal record about a slot of one size class ends what other size classes had in its slab.
     """
     if not len(records):
         return entries
@@ -166,19 +166,19 @@ def replay_journal(entries: Entries, records: JournalRecords, stride: int) -> En
     lines[len(entries) :] = records["entry"]
     slots = np.ascontiguousarray(lines["slot"])
     last = np.sort(_last_of_each(slots))
-    last = last[last > _ended(slots // stride, np.ascontiguousarray(lines["pool"]))[last]]
+    last = last[last > _ended(slots // stride, np.ascontiguousarray(lines["size_class"]))[last]]
     replayed: Entries = lines.take(last[lines["length"][last] > 0])
     return replayed
 
 
 def drop_former_sizes(entries: Entries, stride: int) -> Entries:
     """`entries` without those of former image sizes of slabs; the record written last has the current size."""
-    if not entries["pool"].any():
+    if not entries["size_class"].any():
         return entries
     by_age = np.argsort(entries["sequence"], kind="stable")
     slabs = entries["slot"] // stride
     ended = np.empty(len(entries), np.int64)
-    ended[by_age] = _ended(slabs[by_age], entries["pool"][by_age])
+    ended[by_age] = _ended(slabs[by_age], entries["size_class"][by_age])
     place = np.empty(len(entries), np.int64)
     place[by_age] = np.arange(len(entries))
     left: Entries = entries.take(np.flatnonzero(place > ended))
@@ -193,19 +193,19 @@ def _last_of_each(numbers: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
     return last
 
 
-def _ended(slabs: npt.NDArray[np.uint32], pools: npt.NDArray[np.uint16]) -> npt.NDArray[np.int64]:
-    """For each line, in order of time: the last line about its slab that gave it to another pool than it has at last.
+def _ended(slabs: npt.NDArray[np.uint32], size_classes: npt.NDArray[np.uint16]) -> npt.NDArray[np.int64]:
+    """For each line, in order of time: the last line that gave its slab to another size class than it has at last.
 
-    What stands up to there is gone; -1 where the slab has had one pool only.
+    What stands up to there is gone; -1 where the slab has had one size class only.
     """
-    if not pools.any() or (pools == pools[0]).all():
+    if not size_classes.any() or (size_classes == size_classes[0]).all():
         return np.full(len(slabs), -1)
     order = np.argsort(slabs, kind="stable")
     following = slabs.take(order)
     first = np.append(True, following[1:] != following[:-1])
     group = np.cumsum(first) - 1
-    last_pool = pools.take(order[np.append(first[1:], True)])
-    other = np.where(pools.take(order) != last_pool[group], order, -1)
+    last_class = size_classes.take(order[np.append(first[1:], True)])
+    other = np.where(size_classes.take(order) != last_class[group], order, -1)
     ended = np.empty(len(slabs), np.int64)
     ended[order] = np.maximum.reduceat(other, np.flatnonzero(first))[group]
     return ended
@@ -219,8 +219,8 @@ def scan(segment: Segment, slabs: Slabs) -> Entries:
         return [
             header
             for slab in some
-            for slot, pool in slots_of_slab(slabs, slab)
-            if (header := _header(segment, slabs, slot, pool, page)) is not None
+            for slot, size_class in slots_of_slab(slabs, slab)
+            if (header := _header(segment, slabs, slot, size_class, page)) is not None
         ]
 
     ranges = [range(first, slabs.slabs, _THREADS) for first in range(_THREADS)]
@@ -237,16 +237,16 @@ def scan(segment: Segment, slabs: Slabs) -> Entries:
 
 
 def slots_of_slab(slabs: Slabs, slab: int) -> Iterator[tuple[int, int]]:
-    """All slots that could be in `slab`, each with its pool."""
-    for pool in range(len(slabs.images)):
-        for slot in slabs.slots_of(slab, pool):
-            yield slot, pool
+    """All slots that could be in `slab`, each with its size class."""
+    for size_class in range(len(slabs.images)):
+        for slot in slabs.slots_of(slab, size_class):
+            yield slot, size_class
 
 
-def _header(segment: Segment, slabs: Slabs, slot: int, pool: int, page: memoryview) -> fmt.RecordHeader | None:
-    """The header of the record in `slot` of `pool`, read into `page`; `None` if there is none, or it is damaged."""
+def _header(segment: Segment, slabs: Slabs, slot: int, size_class: int, page: memoryview) -> fmt.RecordHeader | None:
+    """The header of the record in `slot` of `size_class`, read into `page`; `None` if none, or damaged."""
     try:
-        whole = segment.read_page(page, slabs.offset(pool, slot))
+        whole = segment.read_page(page, slabs.offset(size_class, slot))
         header = fmt.parse_header(bytes(page)) if whole and not fmt.is_empty(bytes(page)) else None
     except FormatError:
         return None
@@ -254,7 +254,7 @@ def _header(segment: Segment, slabs: Slabs, slot: int, pool: int, page: memoryvi
         message = "recovery: %s: the record in slot %d is lost: its header cannot be read: %s; check the disk"
         _log.warning(message, segment.path, slot, error)
         return None
-    return header if header is not None and (header.slot, header.pool) == (slot, pool) else None
+    return header if header is not None and (header.slot, header.size_class) == (slot, size_class) else None
 
 
 OVERHEAD = 2 * DISK_PAGE + sum(FILES.values())

@@ -159,7 +159,7 @@ class FileTier(Tier):
         `arena` is the memory of the images, or a function that opens a `ImageIO` for other memory. `scope` is the
         32-byte fingerprint under which bytes must have been written to be served. `threads` move images where the
         system has no asynchronous I/O, or where images are on a device. `io` replaces the system calls, for tests.
-        `image_bytes` may be several sizes, by pool and ascending.
+        `image_bytes` may be several sizes, by size class and ascending.
         """
         sizes = (image_bytes,) if isinstance(image_bytes, int) else tuple(image_bytes)
         slabs_within(capacity, sizes)  # or it cannot be
@@ -211,7 +211,7 @@ class FileTier(Tier):
 
     @property
     def generation(self) -> int:
-        """The generation last given to `forget`, by this process or an earlier one; 0 at first."""
+        """The generation last given to `reset`, by this process or an earlier one; 0 at first."""
         return self._superblock.generation
 
     @property
@@ -225,7 +225,7 @@ class FileTier(Tier):
         return {**self._health.failures, "checkpoint": self._checkpointer.failures}
 
     def submit(self, batch: Sequence[TierOp], deadline: float) -> int:
-        """Queue `batch`. Raises `TierError` for a generation that `forget` was never called with."""
+        """Queue `batch`. Raises `TierError` for a generation that `reset` was never called with."""
         self._check_open()
         nbytes, sizes = self._images.nbytes, self.image_bytes  # raises when that memory is gone
         last = self._stored_generation  # after a crash, a newer record could be served after a later reset
@@ -233,7 +233,7 @@ class FileTier(Tier):
         if self._health.allows(Op.WRITE):
             # All at once, in one system call; `_write` invalidates what was inserted since, or what failed.
             with contextlib.suppress(OSError):
-                self._index.invalidate((op.slot, op.pool) for op in batch if op.op is Op.WRITE)
+                self._index.invalidate((op.slot, op.size_class) for op in batch if op.op is Op.WRITE)
         return self._executor.submit(batch, coalesce(batch, self._place, self._images.can_coalesce), deadline)
 
     def poll(self) -> list[TierResult]:
@@ -270,7 +270,7 @@ class FileTier(Tier):
         else:
             self._resources.close()
 
-    def forget(self, generation: int, scope: bytes | None = None) -> None:
+    def reset(self, generation: int, scope: bytes | None = None) -> None:
         """Serve no record older than `generation`; durable on return. With `scope`, use that from now on.
 
         Raises `TierError` if the reset cannot be stored. This process then serves nothing older and accepts nothing
@@ -284,7 +284,7 @@ class FileTier(Tier):
             self._superblock = self._superblock._replace(generation=max(generation, self.generation))
             self._superblocks.write(self._superblock)
             self._stored_generation = self.generation
-            self._index.forget(self.generation)
+            self._index.reset(self.generation)
         if scope is not None:
             self._scope = scope
 
@@ -298,7 +298,7 @@ class FileTier(Tier):
         Reads the index only: an image that was torn in a crash is detected when it is read (`record_verifier.py`).
         """
         self._check_open()
-        # A write that `forget` overtook may have been entered after it.
+        # A write that `reset` overtook may have been entered after it.
         scope, generation = np.void(self._scope), self.generation
         entries = self._index.entries(lambda each: (each["scope"] == scope) & (each["generation"] >= generation))
         keys = np.ascontiguousarray(entries["key"])
@@ -309,10 +309,10 @@ class FileTier(Tier):
             for key, sequence in zip(names, sequences, strict=True):
                 newest[key] = max(sequence, newest.get(key, 0))
             entries = entries[[newest[key] == sequence for key, sequence in zip(names, sequences, strict=True)]]
-        numbers = (entries[name].astype(np.int64) for name in ("slot", "pool"))
+        numbers = (entries[name].astype(np.int64) for name in ("slot", "size_class"))
         keys, parents = (np.ascontiguousarray(entries[name]) for name in ("key", "parent"))
-        slots, pools = numbers
-        return StoredChunks(slots, keys, parents, entries["flags"] != 0, pools)
+        slots, size_classes = numbers
+        return StoredChunks(slots, keys, parents, entries["flags"] != 0, size_classes)
 
     def others(self) -> list[int]:
         """Slots that hold records of other scopes, least recently used first."""
@@ -322,17 +322,17 @@ class FileTier(Tier):
         slots: list[int] = theirs["slot"].tolist()
         return slots
 
-    def discard(self, slots: Sequence[int]) -> None:
-        """Discard the records in `slots`: the next process does not recover them.
+    def delete_records(self, slots: Sequence[int]) -> None:
+        """Delete the records in `slots`: the next process does not recover them.
 
         Raises `PlanError` for a slot out of range.
         """
         self._check_open()
         check_slots(slots, self.slabs)
-        self._index.discard(slots)
+        self._index.delete_records(slots)
 
     def _retry_reset(self) -> None:
-        """Retry a reset that `forget` could not write; if that fails, drop the superblock, and with it all records."""
+        """Retry a reset that `reset` could not write; if that fails, drop the superblock, and with it all records."""
         if self.generation == self._stored_generation:
             return
         try:
@@ -359,7 +359,7 @@ class FileTier(Tier):
 
     def _place(self, op: TierOp) -> int:
         """The byte of the segment where the record of `op` begins."""
-        return self.slabs.offset(op.pool, op.slot)
+        return self.slabs.offset(op.size_class, op.slot)
 
     def _start(self, threads: int) -> Executor:
         name = f"longshore-{self.name}"
@@ -398,7 +398,7 @@ class FileTier(Tier):
         """Sequence numbers of the records to read (`RecordIndex.find`), and the statuses of `task`."""
         ops = [op for op, _ in task]
         reading = ops[0].op is Op.READ
-        sequences = self._index.find([(op.slot, op.pool, op.key) for op in ops], self._scope) if reading else []
+        sequences = self._index.find([(op.slot, op.size_class, op.key) for op in ops], self._scope) if reading else []
         try:
             return sequences, (yield from self._read(ops, staging) if reading else self._write(task, staging))
         except OSError as error:
@@ -417,7 +417,7 @@ class FileTier(Tier):
             if not _all_ok(statuses):
                 for (op, _), sequence, status in zip(task, sequences, statuses, strict=True):
                     if sequence and status.invalidates_source:
-                        self._index.discard_record(op.slot, sequence)
+                        self._index.delete_record(op.slot, sequence)
             if task[0].op.generation < self.generation:
                 statuses = [Status.MISMATCH if how is Status.OK else how for how in statuses]
         if statuses:
@@ -432,11 +432,11 @@ class FileTier(Tier):
             op, serial = task[at]
             sequence = fmt.sequence(self._superblock.opens, serial)
             identity = op.key, op.parent, self._scope, op.slot, op.generation, op.length
-            headers.append(fmt.RecordHeader(*identity, sequence, checksum, op.pool, algorithm))
+            headers.append(fmt.RecordHeader(*identity, sequence, checksum, op.size_class, algorithm))
             return fmt.pack_header(headers[-1])
 
         ops = [op for op, _ in task]
-        self._index.invalidate([(op.slot, op.pool) for op in ops])
+        self._index.invalidate([(op.slot, op.size_class) for op in ops])
         statuses = yield from self._images.write(ops, staging, list(map(self._place, ops)), make_header)
         self._index.insert([header for header, how in zip(headers, statuses, strict=True) if how is Status.OK])
         return statuses
@@ -444,9 +444,9 @@ class FileTier(Tier):
     def _read(self, ops: Sequence[TierOp], staging: Staging) -> IoCoroutine[list[Status]]:
         def expected(at: int) -> ExpectedRecord | None:
             op = ops[at]
-            if not self._index.is_assigned(op.slot, op.pool):
+            if not self._index.is_assigned(op.slot, op.size_class):
                 return None
-            return ExpectedRecord(op.key, self._scope, op.slot, op.pool, op.generation, op.length)
+            return ExpectedRecord(op.key, self._scope, op.slot, op.size_class, op.generation, op.length)
 
         return (yield from self._images.read(ops, staging, list(map(self._place, ops)), RecordVerifier(expected)))
 

@@ -4,16 +4,16 @@
 
     ask(keys, generation, deadline) -> ticket     answers() -> [(ticket, which are there, or None: unknown)]
     submit(operations, deadline)    -> ticket     poll()    -> [TierResult], one for each ticket
-    cancel(ticket)    forget(generation, namespace)    call_at_end(callback)    close()
+    cancel(ticket)    reset(generation, namespace)    call_at_end(callback)    close()
 
 `open_store` opens a `RemoteTier`, or a `ClusterTier`, which has one for each node of a cluster.
-It is a `KeyedTier` (`longshore.tiers.base`): the slot of each operation is `BY_KEY`, its pool the image's size. One
+It is a `KeyedTier` (`longshore.tiers.base`): the slot of each operation is `BY_KEY`, its size class the image size. One
 thread submits and polls; nothing but `close` waits. Who drives it polls at least every 20 ms while anything is under
 way: `poll` and `answers` end what is late. `call_at_end` tells earlier when there is something to collect.
 
 Namespace    Replicas share what they store under one namespace: 32 bytes, a digest of the scope and of what identifies
-             the weights. Generations count the resets of one process and are not shared. `forget(generation)` starts a
-             random private namespace, because a reset may mean other weights. `forget(generation, namespace)` starts
+             the weights. Generations count the resets of one process and are not shared. `reset(generation)` starts a
+             random private namespace, because a reset may mean other weights. `reset(generation, namespace)` starts
              the given one; a reset that only empties the cache passes `tier.namespace`. Operations of a later
              generation than the tier knows are refused with `TierError`, those of an earlier one end as `MISMATCH` and
              `CANCELLED`. A new process passes its control plane's generation to the constructor.

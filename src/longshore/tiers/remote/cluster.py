@@ -188,7 +188,7 @@ class NodesTier(KeyedTier):
 
     @property
     def generation(self) -> int:
-        """The generation last given to `forget`, or to the constructor."""
+        """The generation last given to `reset`, or to the constructor."""
         return self._name.generation
 
     @property
@@ -264,16 +264,16 @@ class NodesTier(KeyedTier):
             answers, self._answers = self._answers, []
         return answers
 
-    def forget(self, generation: int, namespace: bytes | None = None) -> None:
-        """As `RemoteTier.forget`."""
+    def reset(self, generation: int, namespace: bytes | None = None) -> None:
+        """As `RemoteTier.reset`."""
         self._check_open()
         with self._lock:
             if self._name.reset(generation, namespace, self.settings):
                 for each in self._nodes.values():
-                    each.forget(generation, self.namespace)
+                    each.reset(generation, self.namespace)
 
     def weights_changed(self) -> None:
-        """Weights have changed: the next `forget` starts a namespace of its own."""
+        """Weights have changed: the next `reset` starts a namespace of its own."""
         self._name.weights_changed()
 
     def call_at_end(self, call: Callable[[], None]) -> None:
@@ -413,7 +413,10 @@ class NodesTier(KeyedTier):
                 self._close_unused()
             except Exception:  # noqa: BLE001 - nodes would never be looked after again
                 log_seldom(
-                    _log, "remote tier %s (%s): looking after its nodes failed; report this", self.name, self.settings
+                    _log,
+                    "remote tier %s (%s): checking its nodes failed, and is retried; report this",
+                    self.name,
+                    self.settings,
                 )
             with self._lock:
                 if self._is_restless:

@@ -114,10 +114,10 @@ class RemoteTier(KeyedTier):
     ) -> None:
         """Raises `ConfigError` for an invalid URL, `TierError` for invalid sizes, digests or certificates.
 
-        `image_bytes` are the sizes of images, by pool. `namespace` is a digest of 32 bytes: of everything that must be
-        equal for bytes to be shared. `generation` is that of the first operations. `rank` is set where each rank stores
-        its own part of an image. With `fixed_weights`, resets keep the namespace, unless `weights_changed` was called.
-        `failures` in a row open the breaker. `store` replaces the client, `budget` that of `daily_writes`.
+        `image_bytes` are the sizes of images, by size class. `namespace` is a digest of 32 bytes: of everything that
+        must be equal for bytes to be shared. `generation` is that of the first operations. `rank` is set where each
+        rank stores its own part of an image. With `fixed_weights`, resets keep the namespace, unless `weights_changed`
+        was called. `failures` in a row open the breaker. `store` replaces the client, `budget` that of `daily_writes`.
         """
         self.settings = parse_url(url) if isinstance(url, str) else url
         self.image_bytes = (image_bytes,) if isinstance(image_bytes, int) else tuple(image_bytes)
@@ -165,7 +165,7 @@ class RemoteTier(KeyedTier):
 
     @property
     def generation(self) -> int:
-        """The generation last given to `forget`, or to the constructor."""
+        """The generation last given to `reset`, or to the constructor."""
         return self._name.generation
 
     @property
@@ -187,7 +187,7 @@ class RemoteTier(KeyedTier):
     def submit(self, batch: Sequence[TierOp], deadline: float) -> int:
         """Begin `batch`. An operation *ends* by `deadline`, and by the store's own timeout from now.
 
-        Raises `TierError` for a generation that was never given to `forget`: such bytes would be shared under the
+        Raises `TierError` for a generation that was never given to `reset`: such bytes would be shared under the
         namespace of other weights.
         """
         self._check_open()
@@ -269,7 +269,7 @@ class RemoteTier(KeyedTier):
             answers, self._answers = self._answers, []
         return answers
 
-    def forget(self, generation: int, namespace: bytes | None = None) -> None:
+    def reset(self, generation: int, namespace: bytes | None = None) -> None:
         """Serve nothing from before `generation`; from then on, images are those of `namespace`.
 
         Without one, they are those of the same as before with `fixed_weights`; else, and after `weights_changed`, those
@@ -281,13 +281,13 @@ class RemoteTier(KeyedTier):
             if not self._name.reset(generation, namespace, self.settings):
                 return
             for queue in self._queues.values():
-                queue.forget(generation)
+                queue.reset(generation)
             while self._asked:
                 asked = self._asked.popleft()
                 self._answer(asked.ticket, (False,) * len(asked.addresses))
 
     def weights_changed(self) -> None:
-        """Weights have changed: the next `forget` starts a namespace of its own."""
+        """Weights have changed: the next `reset` starts a namespace of its own."""
         self._name.weights_changed()
 
     def call_at_end(self, call: Callable[[], None]) -> None:
@@ -441,7 +441,9 @@ class RemoteTier(KeyedTier):
             try:
                 session.close()
             except Exception:  # noqa: BLE001 - this thread serves all requests to come
-                log_seldom(_log, "remote tier %s (%s): closing a session raised; report this", self.name, self.settings)
+                log_seldom(
+                    _log, "remote tier %s (%s): a connection could not be closed; report this", self.name, self.settings
+                )
         return None
 
     def _probe(self) -> None:
@@ -508,7 +510,7 @@ class RemoteTier(KeyedTier):
     def _as_failure(self, error: Exception) -> StoreError:
         if isinstance(error, StoreError):
             return error
-        log_seldom(_log, "remote tier %s (%s): an I/O thread raised; report this", self.name, self.settings)
+        log_seldom(_log, "remote tier %s (%s): internal error in an I/O thread; report this", self.name, self.settings)
         return StoreError("broken", f"{type(error).__name__} in its client", Status.IO_ERROR)
 
     def _failed(self, error: StoreError, times: int = 1) -> None:

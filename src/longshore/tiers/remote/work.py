@@ -179,7 +179,7 @@ class WorkQueue:
             for image in [image for image in self._taken if image.phase is not Phase.HELD]:
                 self._end(image, status, now)
 
-    def forget(self, generation: int) -> None:
+    def reset(self, generation: int) -> None:
         """Nothing of an earlier generation begins any more."""
         with self._lock:
             self._oldest = generation

@@ -287,7 +287,11 @@ class CudaAccelerator(Accelerator):
             try:
                 self.destroy_stream(driver, stream)
             except DeviceError as error:
-                _log.warning("a CUDA stream of %s could not be destroyed: %s", self.device, error)
+                _log.warning(
+                    "a CUDA stream of %s could not be destroyed, and stays until the process ends: %s",
+                    self.device,
+                    error,
+                )
 
     def empty_cache(self) -> None:
         """Free unused memory in torch's caches, on the device and pinned."""
