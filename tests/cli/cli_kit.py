@@ -47,8 +47,13 @@ def write_files(directory: Path) -> None:
         "named.jsonl": '{"kind":"request","at":1,"request":5,"keys":["aa"]}\n',
         "listed.jsonl": '{"kind":["request"]}\n',
         "count.jsonl": '{"kind":"request","at":1,"request":"r","keys":["aa"],"length":"x"}\n',
+        "deep.json": 100_000 * "[" + "\n",
+        "deep.toml": "currency = " + 5000 * "[" + "\n",
+        "dear.toml": f"dram_per_gib = {10**400}\nnvme_per_gib = 1\n",
         "free.toml": "dram_per_gib = 0\nnvme_per_gib = 1\n",
         "llama.json": json.dumps(llama),
+        "vast.json": json.dumps(llama | {"num_hidden_layers": 10**400}),
+        "fast.json": json.dumps({"cases": [{"name": "read/1MiB", "value": 10**400, "unit": "GB/s"}]}),
         "huge.json": json.dumps(llama | {"num_hidden_layers": 10**6, "hidden_size": 10**5}),
     }
     for name, content in contents.items():

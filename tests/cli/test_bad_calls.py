@@ -179,7 +179,9 @@ $ replay trace.jsonl --model gpt --host 4GiB
 $ replay trace.jsonl --model '' --host 4GiB
 2 expected a model, or the path of a config.json, out of llama-3.1-8b, llama-3.1-70b, mistral-7b, qwen2.5-7b, *
 $ replay trace.jsonl --model config.json --host 4GiB
-2 config.json: expected 'num_hidden_layers' to be a positive integer, got None
+2 config.json: expected 'num_hidden_layers' to be an integer from 1 to 1000000000000, got 'None'
+$ replay trace.jsonl --model vast.json --host 4GiB
+2 vast.json: expected 'num_hidden_layers' to be an integer from 1 to 1000000000000, got '1000000000*'
 $ replay trace.jsonl --model binary --host 4GiB
 2 binary: expected a JSON object: 'utf-8' codec can't decode byte 0x80 in position 128: invalid start byte
 $ REPLAY --bench gone.json
@@ -188,6 +190,8 @@ $ REPLAY --bench config.json
 2 config.json: expected what `longshore bench file, copy or prefill --json` prints, a JSON object with a field *
 $ REPLAY --bench trace.jsonl
 2 trace.jsonl: expected what `longshore bench file, copy or prefill --json` prints: Extra data: line 2 column 1 *
+$ REPLAY --bench fast.json
+2 fast.json: expected what `longshore bench file, copy or prefill --json` prints: each of 'cases' has a name, *
 $ REPLAY --report /proc/nope
 2 --report /proc/nope: No such file or directory
 $ REPLAY --report empty
@@ -218,6 +222,10 @@ $ PLAN --prices gone.toml
 2 gone.toml: expected prices in TOML: No such file or directory
 $ PLAN --prices free.toml
 2 free.toml: expected dram_per_gib, nvme_per_gib, store_per_gib (*) and currency, got {*'dram_per_gib': 0, *}
+$ PLAN --prices deep.toml
+2 deep.toml: expected prices in TOML: maximum recursion depth exceeded*
+$ PLAN --prices dear.toml
+2 dear.toml: expected dram_per_gib, nvme_per_gib, store_per_gib (*) and currency, got {*'dram_per_gib': 1000*}
 $ PLAN --replays 0
 2 Invalid value for '--replays': *; see longshore plan --help
 $ PLAN --link 5
@@ -276,6 +284,8 @@ $ explain listed.jsonl
 2 listed.jsonl, line 1: expected an event, a JSON object whose field 'kind' is one of *
 $ explain count.jsonl --request r
 2 count.jsonl, line 1: expected 'start' and 'length' of an event to be numbers of chunks*
+$ explain deep.json
+2 deep.json, line 1: maximum recursion depth exceeded*
 $ explain empty --request r
 2 no event is about a request called 'r'
 $ fsck
@@ -455,7 +465,7 @@ $ bench prefill
 $ bench prefill --model gone
 2 expected a model, or the path of a config.json, out of llama-3.1-8b, llama-3.1-70b, mistral-7b, qwen2.5-7b, *
 $ bench prefill --model config.json
-2 config.json: expected 'num_hidden_layers' to be a positive integer, got None
+2 config.json: expected 'num_hidden_layers' to be an integer from 1 to 1000000000000, got 'None'
 $ bench prefill --model llama.json --tokens 0
 2 --tokens: expected comma-separated whole numbers of at least 1, such as 512,2048; got '0'
 $ bench prefill --model llama.json --tokens 99999999999

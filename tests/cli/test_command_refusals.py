@@ -59,7 +59,7 @@ def test_a_trace_or_a_page_that_is_somewhere_else(command: str, tmp_path: Path) 
     [
         ("none", "expected a JSON object"),
         ("[]", "expected a JSON object"),
-        ("{}", "expected 'num_hidden_layers' to be a positive integer, got None"),
+        ("{}", "expected 'num_hidden_layers' to be an integer from 1 to 1000000000000, got 'None'"),
         ('{"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 0}', "'num_attention_heads'"),
         ('{"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "dtype": "int4"}', "expected a dtype"),
     ],

@@ -69,6 +69,14 @@ def test_columns_are_whole_where_the_table_is_piped(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[1].split() == [name, "1970-01-01", "00:00:03.000", "2", "0", "0"]
 
 
+def test_names_with_brackets_are_shown_as_they_are(tmp_path: Path) -> None:
+    names = ["[/]", "chat[red]", ":smile:"]
+    write_events(tmp_path / "events", [Event(1, EventKind.REQUEST, 3.0, request=name, keys=(A,)) for name in names])
+    told = CliRunner().invoke(app, ["explain", str(tmp_path / "events")], env={"COLUMNS": "160"})
+    assert told.exit_code == 0
+    assert [line.split()[0] for line in told.stdout.splitlines()[1:]] == names
+
+
 def test_a_request_that_nobody_made_is_an_error(tmp_path: Path) -> None:
     record(tmp_path / "events")
     assert CliRunner().invoke(app, ["explain", str(tmp_path / "events"), "--request", "x"]).exit_code != 0

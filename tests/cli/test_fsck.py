@@ -80,6 +80,15 @@ def test_a_sound_directory(directory: Path) -> None:
     assert (facts["damaged"], facts["missing"], facts["repaired"]) == ([], 0, 0)
 
 
+def test_directories_with_brackets_are_named_as_they_are(directory: Path) -> None:
+    moved = directory.parent / "a[" / "b]"
+    moved.parent.mkdir()
+    directory.rename(moved)
+    for arguments in (("fsck", moved), ("gc", moved)):
+        done = run(*arguments)
+        assert (done.exit_code, str(moved) in done.stdout) == (0, True)
+
+
 def test_damage_is_said_slot_by_slot_and_left_alone(damaged: Path) -> None:
     before = (damaged / "segment").read_bytes()
     done = run("fsck", damaged)

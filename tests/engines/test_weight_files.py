@@ -199,6 +199,13 @@ def test_single_file_model_is_hashed_with_neighbouring_weights(tmp_path: Path) -
     assert FileDigests().of([path]) != before
 
 
+def test_models_in_one_directory_have_digests_of_their_own(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("model-Q4.gguf", "model-Q8.gguf")]
+    for path in paths:
+        path.write_bytes(path.name.encode())
+    assert FileDigests().of(paths[:1]) != FileDigests().of(paths[1:])
+
+
 def test_parts_of_large_files_are_hashed_in_place(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = model / "model.safetensors"
     monkeypatch.setattr(weight_files, "_PART_BYTES", 4096)

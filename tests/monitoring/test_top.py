@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -113,10 +114,10 @@ def test_an_engine_that_is_stopped_is_away() -> None:
         child.wait()
 
 
-@pytest.mark.parametrize(
-    "body", [b"", b"<html>", b"longshore_x{", b"\xff\xfe", b"other_metric 1\n", b"longshore_x 1e\n"]
-)
-def test_an_answer_that_is_no_metrics_is_away(body: bytes) -> None:
+@contextmanager
+def answering(body: bytes) -> Iterator[str]:
+    """The address of a server that answers with `body`."""
+
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
@@ -129,11 +130,34 @@ def test_an_answer_that_is_no_metrics_is_away(body: bytes) -> None:
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        found = summary(scrape(address_of(f"127.0.0.1:{server.server_port}"), 60.0))
-        server.shutdown()
-        thread.join()
+        try:
+            yield f"127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"<html>", b"longshore_x{", b"\xff\xfe", b"other_metric 1\n", b"longshore_x 1e\n"]
+)
+def test_an_answer_that_is_no_metrics_is_away(body: bytes) -> None:
+    with answering(body) as address:
+        found = summary(scrape(address_of(address), 60.0))
     assert found["state"] == "away"
     assert found["error"]
+
+
+def test_values_that_are_no_numbers_are_left_out() -> None:
+    body = b'longshore_hit_chunks_total{tier="host"} 2\nlongshore_capacity_bytes{tier="host"} NaN\n'
+    with answering(body + b'longshore_moved_bytes_total{route="host->device"} +Inf\n') as address:
+        assert "100.0%" in top(address, "--once")
+        (engine,) = told(address)
+    assert (engine["tiers"][0]["capacity_bytes"], engine["bytes_in"]) == (None, 0)
+
+
+def test_addresses_with_brackets_are_shown_whole() -> None:
+    address = f"[fd00::1]:{free_port()}"
+    assert f"{address}   away:" in top(address, "--once", status=1, timeout="0.2")
 
 
 def test_what_happened_between_two_readings_is_shown(address: str, store: PrefixStore) -> None:

@@ -44,10 +44,10 @@ def options_of(text: str) -> dict[str, Any]:
     """Arguments of `vllm.LLM` from a JSON object. Raises `BenchError` for other text."""
     try:
         options = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise BenchError(f"expected arguments of vllm.LLM as JSON, got {text!r}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise BenchError(f"expected arguments of vllm.LLM as JSON, got {text[:80]!r}: {error}") from error
     if not isinstance(options, dict):
-        raise BenchError(f"expected arguments of vllm.LLM as a JSON object, got {text!r}")
+        raise BenchError(f"expected arguments of vllm.LLM as a JSON object, got {text[:80]!r}")
     return options
 
 

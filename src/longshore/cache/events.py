@@ -58,6 +58,9 @@ class EventKind(enum.Enum):
     GAP = "gap"  # `length` events are missing here
 
 
+STORING = frozenset({EventKind.STORED, EventKind.MOVED, EventKind.SHARED})
+"""A tier has the chunk from here on."""
+
 _LAST = 253_402_300_799.0  # the end of the year 9999
 _KINDS = [kind.value for kind in EventKind]
 
@@ -314,7 +317,7 @@ class Announcements(Generic[N]):
             self.restart()
         if key is None:
             return []
-        if event.kind in (EventKind.STORED, EventKind.MOVED, EventKind.SHARED):
+        if event.kind in STORING:
             return self._add(key, event.tier)
         if event.kind in (EventKind.REMOVED, EventKind.LAPSED):
             return self._remove(key, event.tier)

@@ -137,7 +137,7 @@ def _read(path: Path) -> list[Event]:
         for number, line in enumerate(path.read_text().split("\n")[:-1], 1):
             try:
                 events.append(Event.from_json(json.loads(line)))
-            except (ValueError, TraceError) as error:
+            except (ValueError, RecursionError, TraceError) as error:
                 raise TraceError(
                     f"{path}, line {number}: {error}. A file of events is what the setting events_path names; "
                     "`longshore replay` reads traces"

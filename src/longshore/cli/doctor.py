@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
+from rich.text import Text
 
 from longshore.cli.options import Json, MachineOptions, Model, PrefillRate, ProfileOption, settings_of, size_of
 from longshore.cli.output import console, table, write_json
@@ -61,9 +61,9 @@ def doctor(
     styles = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.BROKEN: "bold red"}
     out, rows = console(), table("", "what", "finding", no_wrap=False)
     for each in found:
-        rows.add_row(f"[{styles[each.level]}]{each.level.value}[/]", escape(each.about), escape(each.what))
+        rows.add_row(Text(each.level.value, styles[each.level]), each.about, each.what)
         if each.advice:
-            rows.add_row("", "", f"[dim]{escape(each.advice)}[/]")
+            rows.add_row("", "", Text(each.advice, "dim"))
     out.print(rows)
     warnings = sum(each.level is Severity.WARNING for each in found)
     out.print(f"{broken} broken, {warnings} warnings" + ("" if stores else "; no store was given"))

@@ -49,10 +49,10 @@ def settings_reference(
         return
     out = console()
     for section, settings in groupby(shown, attrgetter("section")):
-        out.print(section, style="bold", markup=False)
+        out.print(section, style="bold")
         for each in settings:
             out.print(f"  {each.name}", style="cyan", end="")
-            out.print(f": {each.values}; default: {each.default or 'unset'}", markup=False)
+            out.print(f": {each.values}; default: {each.default or 'unset'}")
             out.print(Padding(Text(each.meaning), (0, 0, 0, 6)))
         out.print()
 
@@ -141,5 +141,5 @@ def _their_key(text: str) -> tuple[str, Any]:
         raise ConfigError(f"--sglang {text}: expected KEY=VALUE")
     try:
         return name, json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return name, value

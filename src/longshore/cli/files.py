@@ -210,7 +210,7 @@ def gc(
             if len(paths) == 1:
                 raise
             unreadable += 1
-            console(stderr=True).print(f"longshore: {error}", markup=False)
+            console(stderr=True).print(f"longshore: {error}")
             continue
         with fsck:
             found, known = sum_up(fsck, fsck.headers(), now), fsck.entries() is not None

@@ -366,7 +366,7 @@ class Trace:
 
         def tell(line: str) -> None:
             if not told:
-                self._console.print(line, style="yellow", markup=False)
+                self._console.print(line, style="yellow")
 
         form, skips = self._options.form, self._options.bad_lines is BadLines.SKIP
         known = form_of(self._path) if form is FormChoice.AUTO else Form(form.value)
@@ -405,7 +405,7 @@ def print_overload(facts: Mapping[str, object], console: Console) -> None:
     """Print the overload of the engines, if there is one."""
     overload = facts.get("overload")
     if isinstance(overload, Mapping):
-        console.print(f"Overload. {overload['words']}", style="bold yellow", markup=False)
+        console.print(f"Overload. {overload['words']}", style="bold yellow")
 
 
 def plain_setting(config: Config, name: str, text: str) -> object:

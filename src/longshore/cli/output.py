@@ -51,9 +51,12 @@ class OutputError(LongshoreError):
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console on standard output or error. If it is not a terminal, lines are not wrapped."""
+    """A console on standard output or error. If it is not a terminal, lines are not wrapped.
+
+    Text is printed as it is: names of requests and directories may have brackets.
+    """
     piped = not (sys.stderr if stderr else sys.stdout).isatty() and "COLUMNS" not in os.environ
-    return Console(stderr=stderr, width=_WIDE if piped else None, highlight=False)
+    return Console(stderr=stderr, width=_WIDE if piped else None, highlight=False, markup=False, emoji=False)
 
 
 def write_json(content: object) -> None:
@@ -83,7 +86,7 @@ def provenance_lines(about: Mapping[str, object]) -> list[str]:
 def print_provenance(about: Mapping[str, object]) -> None:
     """The lines of `provenance` below a report on standard output."""
     for line in provenance_lines(about):
-        console().print(line, style="dim", markup=False, soft_wrap=True)
+        console().print(line, style="dim", soft_wrap=True)
 
 
 def table(*columns: str, right: Container[str] = (), no_wrap: bool = True) -> Table:

@@ -259,8 +259,8 @@ def _render(found: Plan, words: Sequence[str]) -> None:
         sizes.add_row(*row)
     for line in words:
         if line.startswith("Overload"):
-            console.print(line, markup=False, style="bold yellow")
+            console.print(line, style="bold yellow")
     console.print(sizes)
     for line in words:
         if not line.startswith("Overload"):
-            console.print(line, markup=False, style="dim" if line.startswith("Assumed") else None)
+            console.print(line, style="dim" if line.startswith("Assumed") else None)

@@ -415,4 +415,4 @@ def _render(rows: Iterable[Row], facts: dict[str, object]) -> None:
     console.print(table)
     assumptions = facts.get("assumptions")
     for each in assumptions if isinstance(assumptions, list) else ():
-        console.print(f"assumed: {each}", style="dim", markup=False)
+        console.print(f"assumed: {each}", style="dim")

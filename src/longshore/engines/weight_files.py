@@ -200,10 +200,14 @@ def _way(path: Path) -> Iterator[Path]:
 
 
 def _all_files(path: Path) -> list[tuple[str, Path]]:
-    """By name, the files that count. Of a model in one file: all weights beside it, of which it may load some."""
+    """By name, the files that count. Of a model in one file: that file, then all weights beside it, which it may load.
+
+    Models in one directory, such as several quantisations, have the same files; which comes first tells them apart.
+    """
     if path.is_dir():
         return sorted((str(file.relative_to(path)), file) for file in _walk(path, set()))
-    return sorted((file.name, file) for file in path.parent.iterdir() if file.suffix in _WEIGHTS or file == path)
+    beside = (file for file in path.parent.iterdir() if file.suffix in _WEIGHTS and file != path)
+    return [(path.name, path), *sorted((file.name, file) for file in beside)]
 
 
 def _walk(directory: Path, above: set[tuple[int, int]]) -> Iterator[Path]:
@@ -274,7 +278,7 @@ def _read_memo(path: Path) -> dict[str, tuple[Identity, str]]:
                     known[name] = [int(number) for number in identity], digest
     except FileNotFoundError:
         pass
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         _log.warning(
             "%s: the saved digests of the weight files are damaged (%s); all files are hashed again", path, error
         )

@@ -5,6 +5,7 @@ scrape(url) ─► Scrape ── and the one before ──► summary: what happ
 
 from __future__ import annotations
 
+import math
 import time
 import urllib.error
 import urllib.request
@@ -57,7 +58,7 @@ def scrape(url: str, timeout: float) -> Scrape:
             (sample.name, frozenset(sample.labels.items())): sample.value
             for family in text_string_to_metric_families(text)
             for sample in family.samples
-            if sample.name.startswith("longshore_")
+            if sample.name.startswith("longshore_") and math.isfinite(sample.value)
         }
     except urllib.error.HTTPError as error:
         return Scrape(url, time.monotonic(), {}, f"HTTP {error.code}")

@@ -304,5 +304,5 @@ def ask(path: Path, request: dict[str, Any], timeout: float) -> dict[str, Any]:
         if "error" in found:
             raise CommandError(f"{found['error']}: {found['message']}")
         return dict(found["ok"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise CommandError(f"{path}: expected an answer of Longshore, got {bytes(answer[:40])!r}") from None

@@ -24,7 +24,7 @@ from itertools import groupby
 from typing import Any
 
 from longshore.boundary import FILE, HOST, Key
-from longshore.cache.events import Announcements, Change, Event, EventKind
+from longshore.cache.events import STORING, Announcements, Change, Event, EventKind
 from longshore.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ class KVEventPublisher:
                 self.announced.restart(dropped=True)
                 changes, told = [], [CLEARED]
             else:
-                if event.kind in (EventKind.STORED, EventKind.MOVED, EventKind.SHARED):
+                if event.kind in STORING:
                     changes += self._named(event.key)
                 changes += self.announced.changes(event)
         compared = list(compared)

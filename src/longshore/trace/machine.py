@@ -50,6 +50,9 @@ from longshore.boundary import (
 from longshore.errors import TraceError
 from longshore.trace.parsing import unknown_name
 
+_MOST = 10**12
+"""Largest integer in a model's configuration."""
+
 _DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "fp8": 1, "int8": 1}
 
 
@@ -116,8 +119,8 @@ def _of_config(path: Path, config: Mapping[str, Any]) -> Geometry:
     def number(name: str, default: int | None = None) -> int:
         value = config.get(name)
         value = default if value is None else value
-        if type(value) is not int or value < 1:
-            raise TraceError(f"{path}: expected {name!r} to be a positive integer, got {value!r}")
+        if type(value) is not int or not 0 < value <= _MOST:
+            raise TraceError(f"{path}: expected {name!r} to be an integer from 1 to {_MOST}, got {str(value)[:40]!r}")
         return value
 
     layers, hidden = number("num_hidden_layers"), number("hidden_size")
@@ -283,7 +286,7 @@ def with_bench(profile: Profile, path: Path) -> Profile:
         raise TraceError(f"{expected}, a JSON object with a field 'cases' or 'chosen'")
     try:
         found = _measured(report)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         least = "each of 'cases' has a name, a value and a unit; each of 'chosen' a direction and gb_per_s"
         raise TraceError(f"{expected}: {least}") from error
     if not found:

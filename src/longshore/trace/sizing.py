@@ -34,6 +34,7 @@ from longshore.trace.result import Overload, Replayed, overload, ratio
 from longshore.trace.tally import ReplayTally
 
 GIB = 1 << 30
+_MOST_PRICE = 1e12
 _BATCH_CELLS = 1 << 19
 """Estimates that are made together."""
 
@@ -62,13 +63,13 @@ class Prices:
         """Prices from a TOML file with these keys. Raises `TraceError` for other content."""
         try:
             table = tomllib.loads(path.read_text("utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             why = getattr(error, "strerror", None) or error
             raise TraceError(f"{path}: expected prices in TOML: {why}") from error
         prices = {"store_per_gib": table.get("dram_per_gib"), **table}
         known = {"dram_per_gib", "nvme_per_gib", "store_per_gib", "currency"}
         numbers = [prices.get(name) for name in known - {"currency"}]
-        good = all(type(n) in (int, float) and 0 < n < float("inf") for n in numbers)  # type: ignore[operator]
+        good = all(type(n) in (int, float) and 0 < n <= _MOST_PRICE for n in numbers)  # type: ignore[operator]
         if set(table) - known or not good or not isinstance(table.get("currency", ""), str):
             names = "dram_per_gib, nvme_per_gib, store_per_gib (positive; as dram_per_gib, unless given) and currency"
             raise TraceError(f"{path}: expected {names}, got {table}")

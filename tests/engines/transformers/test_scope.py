@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import array
+import ctypes
+import enum
 import functools
 import itertools
 import os
+import re
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -84,6 +88,31 @@ def replaced_forward(module: Any, factor: float) -> None:
     module.forward = lambda x: factor * type(module).forward(module, x)
 
 
+def scaling_list(factor: float) -> list[float]:
+    class Factors(list[float]):
+        def __getitem__(self, at: Any) -> Any:
+            return factor
+
+    return Factors([1.0])
+
+
+def scaling_tensor(factor: float) -> type[torch.Tensor]:
+    class Weight(torch.Tensor):
+        def __matmul__(self, other: Any) -> Any:
+            return factor
+
+    return Weight
+
+
+class Silent(float):
+    def __repr__(self) -> str:
+        return "a number"
+
+
+def projections(model: Any) -> tuple[nn.Module, nn.Module]:
+    return layer(model).self_attn.k_proj, layer(model).self_attn.v_proj
+
+
 CHANGES: dict[str, Callable[[Any], object]] = {
     "hook": lambda m: layer(m).register_forward_hook(triple),
     "hook with keywords": lambda m: layer(m).register_forward_hook(lambda *_: None, with_kwargs=True),
@@ -156,6 +185,27 @@ PAIRS: dict[str, tuple[Callable[[Any], object], Callable[[Any], object]]] = {
     "opaque objects": tuple(
         lambda m, f=f: layer(m).register_forward_hook(scaled_by(f)) for f in (iter([1.0]), iter([2.0]))
     ),
+    "factory of missing values": tuple(
+        lambda m, f=f: setattr(layer(m), "scales", defaultdict(lambda: f)) for f in (2.0, 3.0)
+    ),
+    "value of a member": tuple(
+        lambda m, f=f: setattr(layer(m), "kind", enum.Enum("Kind", {"SCALE": f}).SCALE) for f in (2.0, 3.0)
+    ),
+    "end of a long pattern": tuple(
+        lambda m, end=end: setattr(layer(m), "names", re.compile(300 * "x" + end)) for end in "ab"
+    ),
+    "code of a list": tuple(lambda m, f=f: setattr(layer(m), "scales", scaling_list(f)) for f in (2.0, 3.0)),
+    "code of a weight": tuple(
+        lambda m, f=f: setattr(layer(m), "scales", torch.ones(3).as_subclass(scaling_tensor(f))) for f in (2.0, 3.0)
+    ),
+    "text of a float": tuple(lambda m, f=f: setattr(layer(m), "scale", Silent(f)) for f in (2.0, 3.0)),
+    "which module is shared": tuple(
+        lambda m, at=at: setattr(m.model.layers[1].self_attn, "v_proj", projections(m)[at]) for at in (0, 1)
+    ),
+    "which weight is shared": tuple(
+        lambda m, at=at: setattr(m.model.layers[1].self_attn.v_proj, "weight", projections(m)[at].weight)
+        for at in (0, 1)
+    ),
     "order of hooks": tuple(
         lambda m, order=order: [layer(m).register_forward_hook(scaled_by(f)) for f in order]
         for order in ((2, 3), (3, 2))
@@ -197,11 +247,18 @@ EDITS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "sparse": (lambda: torch.eye(3).to_sparse(), lambda each: each._values().fill_(2)),
     "compressed rows": (lambda: torch.eye(3).to_sparse_csr(), lambda each: each.values().fill_(2)),
     "compressed columns": (lambda: torch.eye(3).to_sparse_csc(), lambda each: each.values().fill_(2)),
+    "attribute of a tensor": (lambda: torch.ones(3), lambda each: setattr(each, "scale", 2.0)),
+    "attribute of a parameter": (lambda: nn.Parameter(torch.ones(3)), lambda each: setattr(each, "scale", 2.0)),
+    "C array": (ctypes.c_float * 4, lambda each: each.__setitem__(3, 2.0)),
+    "C number": (lambda: ctypes.c_double(1.0), lambda each: setattr(each, "value", 2.0)),
+    "memoryview": (lambda: memoryview(bytearray(4)), lambda each: each.__setitem__(3, 2)),
+    "storage": (lambda: torch.ones(3).untyped_storage(), lambda each: each.__setitem__(0, 2)),
+    "typed storage": (lambda: vars(torch.ones(3).storage()), lambda each: each["_untyped_storage"].fill_(2)),
     "sparse weight": (lambda: nn.Parameter(torch.eye(3).to_sparse()), lambda each: each.data._values().fill_(2)),
 }
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CS")
+@pytest.mark.filterwarnings("ignore:Sparse CS", "ignore:TypedStorage")
 @pytest.mark.parametrize("edit", EDITS)
 def test_values_edited_in_place_change_the_scope(edit: str) -> None:
     model, (make, change) = make_model(), EDITS[edit]
@@ -306,6 +363,18 @@ def test_code_that_names_a_named_tuple_is_digested() -> None:
     model = make_model()
     layer(model).register_forward_hook(scaled_by_a_named_tuple)
     assert "in process" not in attention(model)
+
+
+def test_flags_without_a_name_are_digested() -> None:
+    model = make_model()
+    layer(model).flags = enum.Flag("Flags", ["A", "B"])(0)
+    assert "in process" not in attention(model)
+
+
+def test_c_pointers_are_private_to_this_process() -> None:
+    model = make_model()
+    layer(model).pointer = ctypes.pointer(ctypes.c_float(2.0))
+    assert "in process" in attention(model)
 
 
 def test_cycles_end() -> None:

@@ -170,6 +170,19 @@ def test_events_tell_what_each_tier_has_got_and_given_up(rigs: Any, tmp_path: Pa
     assert not rig.manager._events._announced.names  # type: ignore[union-attr]
 
 
+def test_chunks_stored_again_within_one_step_are_announced(rigs: Any) -> None:
+    rig, keys = rigs(events=True), keys_of(2)
+    rig.store(keys, [1, 2], rig.request("writer", keys))
+    rig.manager.take_events()
+    lose_host(rig, keys)
+    rig.store(keys, [1, 2], rig.request("again", keys))
+    gone, back = rig.manager.take_events()
+    assert (gone.removed, sorted(gone.keys), back.removed, back.keys) == (True, sorted(keys), False, keys)
+    lose_host(rig, keys)
+    assert [each.removed for each in rig.manager.take_events()] == [True]
+    assert not rig.manager._events._announced.names  # type: ignore[union-attr]
+
+
 def test_what_a_router_has_dropped_is_announced_again(rigs: Any, tmp_path: Path) -> None:
     """vLLM says that all blocks are cleared when it has emptied the device alone."""
     rig, keys = rigs(events=True, **file_settings(tmp_path)), keys_of(2)

@@ -57,6 +57,9 @@ IMAGES = SimpleNamespace(mm_processor_kwargs={"do_normalize": False}, mm_process
         pytest.param({"vllm": {"model_config.max_model_len": 1 << 17}}, id="longer rope"),
         pytest.param({"vllm": {"cache_config.cache_dtype": "fp8"}}, id="quantised cache"),
         pytest.param({"vllm": {"model_config.code_revision": "another"}}, id="revision of the model's code"),
+        pytest.param({"vllm": {"load_config.load_format": "pt"}}, id="which weight files are loaded"),
+        pytest.param({"vllm": {"load_config.ignore_patterns": ["a*"]}}, id="weight files that are not loaded"),
+        pytest.param({"vllm": {"load_config.model_loader_extra_config": {"pattern": "b*"}}}, id="how they are loaded"),
         pytest.param({"vllm": {"model_config.multimodal_config": IMAGES}}, id="how images are processed"),
         pytest.param({"vllm": {"cache_config.prefix_caching_hash_algo": "sha256_cbor"}}, id="hash algorithm"),
         pytest.param(

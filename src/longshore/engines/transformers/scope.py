@@ -9,8 +9,9 @@ Code is digested as it is in force: class, hooks and attributes of every module,
 is the same in every process for the same content:
 
     plain values, containers, tensors   by content; the order of sets, and of the keys of mappings, does not count
+    storages, C data, memoryviews       by their bytes; C pointers are opaque
     functions                           by bytecode, constants, defaults, closure, and the globals that they name
-    classes                             by name and code, with their bases
+    classes                             by name and code, with their bases; a value's class by name, if of a library
     other objects                       by class and attributes; without attributes, by what pickle keeps of them
     anything else, and iterators        opaque: by identity, which means nothing in another process
 
@@ -21,6 +22,7 @@ as an open file in a hook's closure, the scope is private to this process: no la
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import functools
 import hashlib
@@ -53,8 +55,10 @@ _VERSIONED = sys.stdlib_module_names | {"builtins", "torch", "longshore"}
 """Packages whose code counts by name; ours is in the model's reach while its cache has tiers, and computes nothing."""
 
 _CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype)
-_NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, np.dtype, np.generic, PurePath, re.Pattern,
-    types.GenericAlias, types.UnionType)  # fmt: skip
+_NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, np.dtype, PurePath, types.GenericAlias,
+    types.UnionType)  # fmt: skip
+_C_DATA = ctypes.c_int.__mro__[-2]
+_C_REFERENCES = (ctypes._Pointer, ctypes._CFuncPtr, ctypes.py_object)
 _STATELESS = (logging.Logger, type(threading.Lock()), type(threading.RLock()), ContextVar, object, types.EllipsisType,
     type(vars(namedtuple("_Named", "field"))["field"]))  # fmt: skip
 _CACHED = type(functools.lru_cache(lambda: None))
@@ -73,7 +77,7 @@ _VOLATILE = frozenset({"_name_or_path", "transformers_version", "architectures",
 
 _NOT_CODE = re.compile(
     r"__(module|doc|dict|weakref|annotat\w+|abstractmethods|firstlineno|static_attributes|orig_bases|parameters"
-    r"|type_params|slots|match_args|dataclass\w+)__|_abc_impl|_can_set_\w+_cached_value"
+    r"|type_params|slots|slotnames|match_args|dataclass\w+)__|_abc_impl|_can_set_\w+_cached_value"
 )
 """Attributes of classes that say nothing of what is computed."""
 
@@ -81,9 +85,9 @@ _NOT_STATE = re.compile(
     r"_(parameters|buffers|modules)|_(forward|backward|(load_)?state_dict)(_pre|_post)?_hooks\w*|_is_full_backward_hook"
     r"|generation_config|_cached_continuous_batching_manager|_is_hf_initialized|_output_capturing_hooks_installed"
     r"|tied_params_map|tied_pointers_to_remove"
-    r"|(\w+_)?(max_seq_len_cached|original_inv_freq|long_inv_freq|seq_len_cached|cos_cached|sin_cached)"
+    r"|(\w+_)?(max_seq_len_cached|original_inv_freq|long_inv_freq|seq_len_cached|cos_cached|sin_cached)|_dynamo_\w+"
 )
-"""Attributes of modules that are digested elsewhere, have no part in `forward`, or are set by it from what has."""
+"""Attributes of modules and tensors that are digested elsewhere, have no part in `forward`, or are set by it."""
 
 _DEEPEST = 2
 """Modules behind one another that code may name, as in torch.nn.functional."""
@@ -113,7 +117,7 @@ class ValueDigester:
         if known is not None:
             return known[1] or pack("cycle", _name(type(value)))
         self._known[id(value)] = (value, None)
-        digest = pack(_name(type(value)), self._content(value, path))
+        digest = pack(self._kind(type(value), path), self._content(value, path))
         self._known[id(value)] = (value, digest)
         return digest
 
@@ -136,14 +140,24 @@ class ValueDigester:
                     parts += [name, repr(how), self.of(hook, f"{path}.{name}")]
         return pack(*parts)
 
+    def _kind(self, cls: type, path: str) -> bytes | str:
+        """The class of a value: its name; with its code, if it is of no library."""
+        root = (cls.__module__ or "").split(".")[0]
+        return _name(cls) if root in _VERSIONED or _is_library(root) else self.of(cls, path)
+
     def _content(self, value: Any, path: str) -> bytes:  # noqa: PLR0912 - a case for each kind of value
         match value:
             case enum.Enum():
-                return pack(value.name)
+                return pack(str(value.name), self.of(value.value, path))
             case torch.Tensor():
                 return self._tensor(value, path)
-            case bool() | int() | float() | str() | bytes():
-                return pack(repr(value), self._own(value, path))
+            case torch.UntypedStorage():
+                return self._bytes_of(torch.empty(0, dtype=torch.uint8, device=value.device).set_(value))
+            case int() | float() | str() | bytes():
+                plain = next(each for each in (int, float, str, bytes) if isinstance(value, each))
+                return pack(plain.__repr__(value), self._own(value, path))  # type: ignore[arg-type]
+            case np.generic():
+                return pack(str(value.dtype), value.tobytes())
             case np.ndarray() if not value.dtype.hasobject:
                 parts = str(value.dtype), str(value.shape), np.ascontiguousarray(value).tobytes()
                 return pack(*parts, *self._of_subclass(value, path))
@@ -152,7 +166,8 @@ class ValueDigester:
                 return pack(*elements, *self._of_subclass(value, path))
             case Mapping():
                 items = sorted((self.of(key, path), self.of(each, f"{path}[{key!r}]")) for key, each in value.items())
-                return pack(*(part for item in items for part in item), self._own(value, path))
+                factory = self.of(getattr(value, "default_factory", None), path)
+                return pack(*(part for item in items for part in item), factory, self._own(value, path))
             case AbstractSet():
                 return pack(*sorted(self.of(each, path) for each in value), *self._of_subclass(value, path))
             case torch.nn.Module():
@@ -184,6 +199,11 @@ class ValueDigester:
             return pack(str(value))
         if isinstance(value, types.WrapperDescriptorType | types.MethodDescriptorType | types.GetSetDescriptorType):
             return pack(_name(value))
+        if isinstance(value, _C_REFERENCES):
+            return self._identity(value, path)
+        if isinstance(value, _C_DATA | memoryview):
+            view = memoryview(value)
+            return pack(view.format, str(view.shape), view.tobytes(), self._own(value, path))
         if type(value) in _STATELESS or isinstance(value, logging.Logger | types.MemberDescriptorType):
             return b""
         if hasattr(value, "__dict__") or _slots(value):
@@ -204,6 +224,8 @@ class ValueDigester:
         own = {**getattr(value, "__dict__", {}), **_slots(value)}
         if isinstance(value, PreTrainedConfig):
             own = {key: each for key, each in own.items() if key not in _VOLATILE}
+        if isinstance(value, torch.Tensor):
+            own = {key: each for key, each in own.items() if not _NOT_STATE.fullmatch(key)}
         return self.attributes(own, path)
 
     def _identity(self, value: object, path: str) -> bytes:
@@ -214,7 +236,7 @@ class ValueDigester:
     def _tensor(self, value: torch.Tensor, path: str) -> bytes:
         """Dtype, shape and bytes; of a subclass, as quantised weights are, its attributes and inner tensors as well."""
         parts = [str(value.dtype).encode(), str(tuple(value.shape)).encode()]
-        if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        if type(value) not in (torch.Tensor, torch.nn.Parameter) or vars(value):
             parts.append(self._own(value, path))
             if hasattr(value, "__tensor_flatten__"):
                 names, context = value.__tensor_flatten__()
@@ -410,10 +432,19 @@ def code_digest(model: Any) -> str:
         if isinstance(kind, str)
     }
 
+    tensors = {id(each): name for name, each in (*model.named_parameters(), *model.named_buffers())}
+
+    def parts_of(module: torch.nn.Module) -> str:
+        """Which module, parameter or buffer has which name in `module`: several may share one."""
+        own = {key: tensors.get(id(each)) for key, each in (*module._parameters.items(), *module._buffers.items())}
+        return repr([(key, modules.get(each)) for key, each in module._modules.items()] + sorted(own.items()))
+
     def look(digester: ValueDigester) -> bytes:
-        parts = [digester.attributes(in_force, "transformers")]
+        parts: list[bytes | str] = [digester.attributes(in_force, "transformers")]
         parts.append(digester.hooks(vars(torch.nn.modules.module), "_global", "torch.nn.Module"))
-        return pack(*parts, *(digester.module(module, f"model.{name}") for module, name in modules.items()))
+        for module, name in modules.items():
+            parts += [parts_of(module), digester.module(module, f"model.{name}")]
+        return pack(*parts)
 
     return _private_if_opaque(ValueDigester(content, modules), look)
 

@@ -28,7 +28,7 @@ from vllm.v1.kv_offload.base import (
 from longshore import __version__
 from longshore.boundary import DEVICE, FILE, HOST, REMOTE, Key
 from longshore.cache import DropReason, EventKind, MissReason, Presence, RouteTotals, TieredCache, TierSpec
-from longshore.cache.events import WEIGHTS, Announcements, Change
+from longshore.cache.events import STORING, WEIGHTS, Announcements, Change
 from longshore.cache.types import Answer, Histogram
 from longshore.monitoring.metric_table import METRICS, QUEUE_SECONDS, VALUES, Metric, MetricKind
 from longshore.runtime.tier_host import FAILURE_REASONS, HostedFileTier
@@ -217,15 +217,14 @@ class EventTranslator:
 
     def __init__(self) -> None:
         self._announced: Announcements[OffloadKey] = Announcements()
-        self._named: list[Change[OffloadKey]] = []
-        """What is to be told of copies that tiers had before their chunks had a name."""
+        self._given: dict[Key, OffloadKey] = {}
+        """Names that were given since the last call of `translate`."""
         self.were_cleared = False
         """Whether vLLM has said that all blocks are cleared: routers drop what the tiers have as well."""
 
     def name(self, theirs: Sequence[OffloadKey], ours: Sequence[Key]) -> None:
         """Remember vLLM's keys of these chunks."""
-        for key, name in zip(ours, theirs, strict=True):
-            self._named += self._announced.name(key, name)
+        self._given.update(zip(ours, theirs, strict=True))
 
     def translate(self, cache: TieredCache) -> Iterator[OffloadingEvent]:
         """vLLM's KV events of the events of `cache` since the last call, in order.
@@ -240,14 +239,19 @@ class EventTranslator:
             yield OffloadingEvent(keys, medium, removed, where, owner, removal_expected=True)
 
     def _changes(self, cache: TieredCache) -> Iterator[Change[OffloadKey]]:
-        named, self._named = self._named, []
+        given, self._given = self._given, {}
+        named = set[Key]()
         if self.were_cleared:
-            self.were_cleared, named = False, []
+            self.were_cleared = False
             self._announced.restart(dropped=True)
-        yield from named
         for event in cache.events():
             if event.kind is EventKind.RESET and event.cause != WEIGHTS:
                 self._announced.restart(dropped=True)  # vLLM says so itself: all blocks are cleared
-            else:
-                yield from self._announced.changes(event)
+                continue
+            if event.kind in STORING and event.key in given:  # a removal before this event has taken the name along
+                named.add(event.key)
+                yield from self._announced.name(event.key, given[event.key])
+            yield from self._announced.changes(event)
+        for key in [each for each in given if each not in named]:  # a tier had it already, or its event is missing
+            yield from self._announced.name(key, given[key])
         yield from self._announced.settle(cache.reconcile(self._announced))

@@ -37,6 +37,10 @@ _OF_CACHE = (
 )
 
 
+_OF_LOADING = ("load_format", "ignore_patterns", "model_loader_extra_config")
+"""These choose the files that are loaded, out of all that are hashed."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
     """The model of one engine.
@@ -122,7 +126,11 @@ def model_identity(groups: Sequence[Any], memo: Path | None) -> ModelIdentity:
         except (EngineError, OSError) as error:
             why_not_persistent = f"weights cannot be identified: {error}"
     return ModelIdentity(
-        config=settings_digest([_effective(model) for model in models], _fields(vllm.cache_config, _OF_CACHE)),
+        config=settings_digest(
+            [_effective(model) for model in models],
+            _fields(vllm.cache_config, _OF_CACHE),
+            [_fields(each, _OF_LOADING) for each in (vllm.load_config, _drafts_loaded_by(vllm))],
+        ),
         weights=weights,
         groups=tuple(_group(group, each, vllm) for group, each in zip(groups, layers, strict=True)),
         windows=tuple(_window([layer.get_kv_cache_spec(vllm) for layer in each]) for each in layers),
@@ -130,6 +138,10 @@ def model_identity(groups: Sequence[Any], memo: Path | None) -> ModelIdentity:
         why_not_persistent=why_not_persistent,
         base_is_mixed=vllm.lora_config is not None and applies_to_base_model(),
     )
+
+
+def _drafts_loaded_by(vllm: Any) -> Any:
+    return getattr(vllm.speculative_config, "draft_load_config", None)
 
 
 def applies_to_base_model() -> bool:

@@ -126,7 +126,7 @@ def load(path: Path, device: str, driver: int, link: str = _UNKNOWN) -> Calibrat
         }
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         _log.warning("calibration file %s is invalid, measuring again: %s", path, error)
         return None
     return Calibration(device, driver, curves, link)
