@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -468,6 +469,46 @@ def test_a_hung_client_keeps_its_slot_until_it_is_dead(
     kept.set()
     assert harness.wait(ticket).statuses == (Status.DEADLINE,)
     assert is_dead(reading)
+
+
+def test_operations_of_a_killed_tier_host_outlast_its_clients(mooncake: LocalMooncake) -> None:
+    """They write to the arena, too; the engine is not their parent, and does not see when they are dead."""
+    with closing(Arena(PLACES * span(IMAGE), SHARED)) as arena:
+        tier = HostedRemoteTier(
+            mooncake.url(PATIENT), name="remote", image_bytes=IMAGE, arena=arena, namespace=os.urandom(32)
+        )
+        harness = TierHarness(lambda: tier, arena, by_key=True)
+        harness.store(0, 1)
+        harness.assert_serves(0, 1)
+        process = tier._supervisor.process
+        assert process is not None
+        threads = Path(f"/proc/{process.pid}/task").iterdir()
+        pids = [int(pid) for each in threads for pid in (each / "children").read_text().split()]
+        assert len(pids) == 2, "of reads and of writes"
+        replies = os.fstat(process._replies).st_ino
+        for pid in pids:
+            assert replies in {inode_of(each) for each in Path(f"/proc/{pid}/fd").iterdir()}
+        os.kill(pids[0], signal.SIGSTOP)
+        ticket = tier.submit([harness.op(Op.READ, 0, 1, place) for place in range(4)], math.inf)
+        os.kill(process.pid, signal.SIGKILL)
+        assert harness.wait(ticket).statuses == (Status.UNAVAILABLE,) * 4
+        assert [memory_of(pid) for pid in pids] == ["", ""]
+        tier.close()
+
+
+def inode_of(link: Path) -> int:
+    try:
+        return link.stat().st_ino
+    except OSError:
+        return -1
+
+
+def memory_of(pid: int) -> str:
+    """What a process has mapped; empty once it has no memory any more."""
+    try:
+        return Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return ""
 
 
 def test_closing_with_work_under_way(own: LocalMooncake, shared: Callable[..., TierHarness]) -> None:

@@ -83,6 +83,7 @@ class TierHostServer:
         try:
             arena = Arena.attach(memory, open_request["arena_bytes"])
             os.close(memory)
+            arena.lifeline = self._replies  # its end tells the engine that nobody writes to the arena any more
             tier = self._tier = open_tier(open_request, arena)
         except LongshoreError as error:
             self._send(Kind.REFUSED, wire.pack_json([type(error).__name__, str(error)]))

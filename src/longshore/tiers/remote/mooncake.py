@@ -110,12 +110,13 @@ class MooncakeSession:
             undo.callback(self._memory.close)
             numbers = (other.fileno(), arena.fd, arena.nbytes, memory, len(self._memory), self._owner)
             master = f"{settings.host}:{settings.port}"
+            lifeline = () if arena.lifeline is None else (arena.lifeline,)
             self._process = subprocess.Popen(
                 [*_PROGRAM, *map(str, numbers), local, settings.metadata, master],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # where it logs each miss as an error; MC_LOG_DIR keeps its log
-                pass_fds=(other.fileno(), arena.fd, memory),
+                pass_fds=(other.fileno(), arena.fd, memory, *lifeline),
                 env={"MC_TCP_ENABLE_CONNECTION_POOL": "1", **os.environ},
             )
             self.pid = self._process.pid
