@@ -186,6 +186,39 @@ def test_a_batch_takes_several_calls(mooncake: LocalMooncake, shared: Callable[.
         np.testing.assert_array_equal(harness.bytes_of(read), image(number, IMAGE))
 
 
+@pytest.mark.parametrize("large", [False, True])
+def test_jobs_ordered_together_are_read_by_one_call(
+    mooncake: LocalMooncake, shared: Callable[..., TierHarness], monkeypatch: pytest.MonkeyPatch, large: bool
+) -> None:
+    """Each has a deadline of its own, a moment after that of the job before."""
+    monkeypatch.setattr(client_module, "_SMALL", 0 if large else client_module._SMALL)
+    orders, order = list[tuple[object, ...]](), client_module.MooncakeSession._order
+
+    def watched(session: client_module.MooncakeSession, deadline: float, *words: object) -> None:
+        orders.append(words)
+        order(session, deadline, *words)
+
+    monkeypatch.setattr(client_module.MooncakeSession, "_order", watched)
+    harness = shared(mooncake.url(PATIENT))
+    writes = [harness.op(Op.WRITE, 0, number, number) for number in range(PLACES)]
+    for number, write in enumerate(writes):
+        harness.bytes_of(write)[:] = image(number, IMAGE)
+    assert set(harness.run(*writes)) == {Status.OK}
+    assert [words[0] for words in orders] == ["exist", "put" if large else "write"]
+    harness.assert_serves(0, 0)
+    orders.clear()
+    reading = max(clients())  # the process that was started last
+    os.kill(reading, signal.SIGSTOP)  # until all have been submitted
+    reads = [harness.op(Op.READ, 0, number, PLACES - 1 - number) for number in range(PLACES)]
+    tickets = [harness.tier.submit([read], math.inf) for read in reads]
+    os.kill(reading, signal.SIGCONT)
+    assert {harness.wait(ticket).statuses for ticket in tickets} == {(Status.OK,)}
+    for number, read in enumerate(reads):
+        np.testing.assert_array_equal(harness.bytes_of(read), image(number, IMAGE))
+    assert {words[0] for words in orders} == {"get" if large else "read"}
+    assert len(orders) <= 4, "two before the client was stopped, and the rest"
+
+
 def test_one_key_twice_in_a_batch(mooncake: LocalMooncake, shared: Callable[..., TierHarness]) -> None:
     harness = shared(mooncake.url(PATIENT))
     writes = [harness.op(Op.WRITE, 0, number, place) for place, number in enumerate((1, 2, 1))]
@@ -411,15 +444,15 @@ def test_a_late_write_of_a_repeated_key_keeps_the_client(
     """The second of two equal keys waits for the call that writes the first, which takes until the deadline."""
     late = 0.0
     harness = shared(mooncake.url(PATIENT), clock=lambda: time.monotonic() + late)
-    call = client_module.MooncakeSession._call
+    call = client_module.MooncakeSession._codes
 
-    def slow(session: client_module.MooncakeSession, deadline: float, *order: object) -> list[int]:
+    def slow(session: client_module.MooncakeSession, deadline: float) -> list[int]:
         nonlocal late
-        codes = call(session, deadline, *order)
-        late = 1000.0 if order[0] == "put" else late
+        codes = call(session, deadline)
+        late = 1000.0
         return codes
 
-    monkeypatch.setattr(client_module.MooncakeSession, "_call", slow)
+    monkeypatch.setattr(client_module.MooncakeSession, "_codes", slow)
     writes = [harness.op(Op.WRITE, 0, 1, place) for place in range(2)]
     for write in writes:
         harness.bytes_of(write)[:] = image(1, IMAGE)
