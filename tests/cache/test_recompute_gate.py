@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from longshore.boundary import HOST, Route, Status, TransferResult
 from longshore.cache.recompute_gate import EXPLORE, RecomputeGate
 from longshore.cache.types import Run
 from longshore.errors import CacheError
@@ -118,6 +119,29 @@ def test_load_ordered_here_and_unfinished_is_waited_for() -> None:
     assert waiting is not None
     assert waiting > 0.8 * prefill(0, 40 * CHUNK_TOKENS)  # so long a queue that computing is as fast
     assert known.load_seconds(runs, 1000.0) == pytest.approx(alone)
+
+
+@pytest.mark.parametrize("status", [Status.UNAVAILABLE, Status.DEADLINE, Status.CANCELLED])
+def test_loads_that_failed_are_not_waited_for(status: Status) -> None:
+    known, runs, result = two_tiers(5e9), [Run("file", 32)], TransferResult(1, (status,) * 16)
+    before = known.load_seconds(runs, 10.0)
+    for _ in range(20):
+        assert known.chunks_to_load(0, runs, 10.0) == 32
+        for _ in range(2):
+            known.observe_transfer(Route("file", HOST), result, 10.0)
+    assert known.load_seconds(runs, 10.0) == pytest.approx(before)
+
+
+def test_part_that_arrived_of_a_load_is_waited_for() -> None:
+    known, runs = two_tiers(5e9), [Run("file", 32)]
+    free = known.load_seconds(runs, 10.0)
+    known.chunks_to_load(0, runs, 10.0)
+    ordered = known.load_seconds(runs, 10.0)
+    half = TransferResult(1, (Status.OK,) * 16 + (Status.NOT_FOUND,) * 16)
+    known.observe_transfer(Route("file", HOST), half, 10.0)
+    assert free is not None
+    assert ordered is not None
+    assert known.load_seconds(runs, 10.0) == pytest.approx((free + ordered) / 2, rel=0.01)
 
 
 def test_wait_for_our_own_load_is_no_wait_for_others() -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,39 @@ def test_a_batch_takes_several_calls(mooncake: LocalMooncake, shared: Callable[.
     assert set(harness.run(*reads)) == {Status.OK}
     for number, read in enumerate(reads):
         np.testing.assert_array_equal(harness.bytes_of(read), image(number, IMAGE))
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_jobs_ordered_together_are_read_by_one_call(
+    mooncake: LocalMooncake, shared: Callable[..., TierHarness], monkeypatch: pytest.MonkeyPatch, large: bool
+) -> None:
+    """Each has a deadline of its own, a moment after that of the job before."""
+    monkeypatch.setattr(client_module, "_SMALL", 0 if large else client_module._SMALL)
+    orders, order = list[tuple[object, ...]](), client_module.MooncakeSession._order
+
+    def watched(session: client_module.MooncakeSession, deadline: float, *words: object) -> None:
+        orders.append(words)
+        order(session, deadline, *words)
+
+    monkeypatch.setattr(client_module.MooncakeSession, "_order", watched)
+    harness = shared(mooncake.url(PATIENT))
+    writes = [harness.op(Op.WRITE, 0, number, number) for number in range(PLACES)]
+    for number, write in enumerate(writes):
+        harness.bytes_of(write)[:] = image(number, IMAGE)
+    assert set(harness.run(*writes)) == {Status.OK}
+    assert [words[0] for words in orders] == ["exist", "put" if large else "write"]
+    harness.assert_serves(0, 0)
+    orders.clear()
+    reading = max(clients())  # the process that was started last
+    os.kill(reading, signal.SIGSTOP)  # until all have been submitted
+    reads = [harness.op(Op.READ, 0, number, PLACES - 1 - number) for number in range(PLACES)]
+    tickets = [harness.tier.submit([read], math.inf) for read in reads]
+    os.kill(reading, signal.SIGCONT)
+    assert {harness.wait(ticket).statuses for ticket in tickets} == {(Status.OK,)}
+    for number, read in enumerate(reads):
+        np.testing.assert_array_equal(harness.bytes_of(read), image(number, IMAGE))
+    assert {words[0] for words in orders} == {"get" if large else "read"}
+    assert len(orders) <= 4, "two before the client was stopped, and the rest"
 
 
 def test_one_key_twice_in_a_batch(mooncake: LocalMooncake, shared: Callable[..., TierHarness]) -> None:
@@ -410,15 +444,15 @@ def test_a_late_write_of_a_repeated_key_keeps_the_client(
     """The second of two equal keys waits for the call that writes the first, which takes until the deadline."""
     late = 0.0
     harness = shared(mooncake.url(PATIENT), clock=lambda: time.monotonic() + late)
-    call = client_module.MooncakeSession._call
+    call = client_module.MooncakeSession._codes
 
-    def slow(session: client_module.MooncakeSession, deadline: float, *order: object) -> list[int]:
+    def slow(session: client_module.MooncakeSession, deadline: float) -> list[int]:
         nonlocal late
-        codes = call(session, deadline, *order)
-        late = 1000.0 if order[0] == "put" else late
+        codes = call(session, deadline)
+        late = 1000.0
         return codes
 
-    monkeypatch.setattr(client_module.MooncakeSession, "_call", slow)
+    monkeypatch.setattr(client_module.MooncakeSession, "_codes", slow)
     writes = [harness.op(Op.WRITE, 0, 1, place) for place in range(2)]
     for write in writes:
         harness.bytes_of(write)[:] = image(1, IMAGE)
@@ -468,6 +502,46 @@ def test_a_hung_client_keeps_its_slot_until_it_is_dead(
     kept.set()
     assert harness.wait(ticket).statuses == (Status.DEADLINE,)
     assert is_dead(reading)
+
+
+def test_operations_of_a_killed_tier_host_outlast_its_clients(mooncake: LocalMooncake) -> None:
+    """They write to the arena, too; the engine is not their parent, and does not see when they are dead."""
+    with closing(Arena(PLACES * span(IMAGE), SHARED)) as arena:
+        tier = HostedRemoteTier(
+            mooncake.url(PATIENT), name="remote", image_bytes=IMAGE, arena=arena, namespace=os.urandom(32)
+        )
+        harness = TierHarness(lambda: tier, arena, by_key=True)
+        harness.store(0, 1)
+        harness.assert_serves(0, 1)
+        process = tier._supervisor.process
+        assert process is not None
+        threads = Path(f"/proc/{process.pid}/task").iterdir()
+        pids = [int(pid) for each in threads for pid in (each / "children").read_text().split()]
+        assert len(pids) == 2, "of reads and of writes"
+        replies = os.fstat(process._replies).st_ino
+        for pid in pids:
+            assert replies in {inode_of(each) for each in Path(f"/proc/{pid}/fd").iterdir()}
+        os.kill(pids[0], signal.SIGSTOP)
+        ticket = tier.submit([harness.op(Op.READ, 0, 1, place) for place in range(4)], math.inf)
+        os.kill(process.pid, signal.SIGKILL)
+        assert harness.wait(ticket).statuses == (Status.UNAVAILABLE,) * 4
+        assert [memory_of(pid) for pid in pids] == ["", ""]
+        tier.close()
+
+
+def inode_of(link: Path) -> int:
+    try:
+        return link.stat().st_ino
+    except OSError:
+        return -1
+
+
+def memory_of(pid: int) -> str:
+    """What a process has mapped; empty once it has no memory any more."""
+    try:
+        return Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return ""
 
 
 def test_closing_with_work_under_way(own: LocalMooncake, shared: Callable[..., TierHarness]) -> None:

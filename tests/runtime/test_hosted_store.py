@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shlex
@@ -9,12 +10,17 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from tier_host_kit import program
+from peers_kit import free_port
+from tier_host_kit import program, wait_until
 
+from certificates import self_signed
 from longshore.boundary import Status
 from longshore.errors import ConfigError, TierError
+from longshore.runtime.peer_server import PeerServer
 from longshore.runtime.tier_host import HostedRemoteTier
 from longshore.runtime.tier_host import supervisor as watch
 from longshore.runtime.tier_host.supervisor import PROGRAM
@@ -23,6 +29,9 @@ from longshore.testing import TierHarness, TierTests
 from longshore.testing.tier_harness import key, span
 from longshore.tiers.arena import Arena, ArenaSettings
 from longshore.tiers.base import Op, Tier
+from longshore.tiers.remote.resp import RespStore
+from longshore.tiers.remote.settings import parse_url
+from longshore.tiers.remote.work import StoreError
 
 IMAGE = TierTests.image_bytes
 TIMEOUT = 30.0
@@ -225,3 +234,28 @@ def test_certificates_on_a_hung_file_system_delay_no_start(opener: Opener, tmp_p
     assert harness.read(0) in {Status.DEADLINE, Status.UNAVAILABLE}
     # A writer can open it only while somebody waits to read it: the certificates are still being read.
     os.close(os.open(hung, os.O_WRONLY | os.O_NONBLOCK))
+
+
+def test_renewed_certificates_are_used_without_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longshore.tiers.remote.settings.RENEW_SECONDS", 0.0)
+    certificate, private = self_signed(tmp_path)
+    where = f"valkeys://127.0.0.1:{free_port()}"
+    settings = parse_url(f"{where}?ca_file={certificate}&connect_timeout=20s")
+    source: Any = SimpleNamespace(at_once=1)
+    server = PeerServer(f"{where}?cert_file={certificate}&key_file={private}", source)
+
+    def answers(store: RespStore) -> bool:
+        with contextlib.suppress(StoreError), contextlib.closing(store.connect()) as session:
+            return session.call(b"PING", deadline=time.monotonic() + TIMEOUT) == b"PONG"
+        return False
+
+    try:
+        before = RespStore(settings, time.monotonic, IMAGE)
+        assert answers(before)
+        self_signed(tmp_path)  # by an authority that nobody trusted before
+        after = RespStore(settings, time.monotonic, IMAGE)
+        assert wait_until(lambda: answers(before) and answers(after))
+        certificate.write_text("half of one")
+        assert all(answers(before) for _ in range(4)), "what was read before stays in use"
+    finally:
+        server.close()

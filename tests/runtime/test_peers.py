@@ -307,12 +307,12 @@ def test_a_password_file_that_is_gone_is_counted_and_logged(
 def test_a_client_that_cannot_be_served_is_counted(
     fault: Exception, reason: str, serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Tls:
-        def wrap_socket(self, *_: object, **options: bool) -> None:
-            raise fault
+    def refuse(*_: object) -> None:
+        raise fault
 
     server = serve()
-    monkeypatch.setattr(server, "tls", Tls())
+    monkeypatch.setattr(server, "_certificates", "there are some")
+    monkeypatch.setattr(peer_server, "_encrypted", refuse)
     with connected(server) as client:
         assert client.recv(1) == b""
     assert server.dropped == {reason: 1}

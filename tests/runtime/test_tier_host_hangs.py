@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from tier_host_kit import TIMEOUT, HostedHarness, is_running, program
+from tier_host_kit import TIMEOUT, HostedHarness, is_running, program, wait_until
 
 from longshore.boundary import Status
 from longshore.errors import TierError
@@ -264,3 +266,31 @@ def test_process_silent_before_it_opened_stops_the_start(tmp_path: Path, monkeyp
     monkeypatch.setattr(watch, "SILENCE", 0.5)
     with pytest.raises(TierError, match="by signal 9 before it opened"):
         HostedHarness(tmp_path / "tier", ("sleep", "1000"))
+
+
+def test_tier_host_ends_with_its_engine_though_a_child_lives(tmp_path: Path) -> None:
+    """A process that the engine has forked has copies of the pipes to the tier host."""
+    hear, said = os.pipe()
+    engine = os.fork()
+    if not engine:
+        harness = HostedHarness(tmp_path)
+        child = os.fork()
+        if child:
+            os.write(said, f"{harness.pid} {child}".encode())
+        signal.pause()
+    host, child = map(int, os.read(hear, 64).split())
+    try:
+        os.kill(engine, signal.SIGKILL)
+        os.waitpid(engine, 0)
+        assert wait_until(lambda: not is_running(host))
+        assert is_running(child)
+        after = HostedHarness(tmp_path)
+        after.store(0, 0)
+        after.assert_serves(0, 0)
+        after.close()
+    finally:
+        for pid in (host, child):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        os.close(hear)
+        os.close(said)

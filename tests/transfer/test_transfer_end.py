@@ -18,7 +18,7 @@ from gated_device import A_MOMENT, TIMEOUT, GatedDevice
 from transfer_kit import Pools, flat, transfer
 
 from longshore.boundary import DEVICE, HOST, Section, Status, Urgency
-from longshore.errors import FreedLayoutError, TierClosedError
+from longshore.errors import DeviceError, FreedLayoutError, TierClosedError
 from longshore.transfer import D2H, H2D, CpuDevice, TransferEngine, ordering
 from longshore.transfer.pieces import CopyBatch
 
@@ -102,6 +102,32 @@ def test_device_failure_ends_its_job_and_no_other(rig: Rig, step: str, caplog: p
         "transfer job 1 (device->host) failed; its blocks were not stored; read the traceback, and report it if "
         "it repeats"
     ]
+
+
+@pytest.mark.parametrize("step", ["bind", "copy", "finish"])
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (KeyError("a bug"), Status.INTERNAL_ERROR),
+        (TypeError("a bug"), Status.INTERNAL_ERROR),
+        (NotImplementedError("a bug"), Status.INTERNAL_ERROR),
+        (MemoryError("no room for indices"), Status.DEVICE_ERROR),
+        (DeviceError("cuMemcpyAsync failed"), Status.DEVICE_ERROR),
+    ],
+    ids=lambda each: each.value if isinstance(each, Status) else type(each).__name__,
+)
+def test_a_bug_in_a_copy_is_no_device_error(rig: Rig, step: str, error: Exception, expected: Status) -> None:
+    def fail_once(at: str, batch: CopyBatch | None) -> None:
+        if at == step:
+            rig.device.fault = lambda at, batch: None
+            raise error
+
+    rig.device.fault = fail_once
+    rig.offload(1, (0, 1), [0, 1])
+    rig.offload(2, (2,), [2])
+    first, second = rig.results(1, 2)
+    assert (first.statuses, first.bytes) == ((expected,) * 2, 0)
+    assert second.statuses == (OK,)
 
 
 def test_failed_batch_fails_all_items_of_its_job() -> None:

@@ -119,6 +119,9 @@ class RecomputeGate:
                 )
             if result.bytes:
                 self.observe_load(route.source, result.bytes, result.seconds, result.queued_seconds, now)
+            if lost := len(result.statuses) - result.statuses.count(Status.OK):
+                for tier in self._route_tiers[route.source]:
+                    self._routes[tier].end_unloaded(lost * self._chunk_bytes, now, all_lost=not result.bytes)
 
     def is_late(self, tier: str) -> bool:
         """Whether the last load from `tier` has missed its deadline, or took more than twice as long as expected."""
@@ -399,8 +402,8 @@ class _RouteModel:
 
         own loads in flight ──► other transfers, after a pause or directly behind own loads ──► this load
 
-    Own loads end one after the other. Other transfers accumulate meanwhile, so their delay is averaged separately for
-    loads that follow the last one sooner than that took.
+    Own loads end one after the other, and what fails does not keep later ones waiting. Other transfers accumulate
+    meanwhile, so their delay is averaged separately for loads that follow the last one sooner than that took.
     """
 
     def __init__(self) -> None:
@@ -422,6 +425,11 @@ class _RouteModel:
     def begin_load(self, nbytes: int, now: float) -> None:
         """Record that an own load is ordered now."""
         self._busy_until = now + self.seconds(nbytes, now, None)
+
+    def end_unloaded(self, nbytes: int, now: float, *, all_lost: bool) -> None:
+        """Record that `nbytes` of an own load will not come; `all_lost`: nor did any of it."""
+        fixed, each = self._fit.coefficients
+        self._busy_until = max(min(now, self._busy_until), self._busy_until - each * nbytes - fixed * all_lost)
 
     def observe(self, nbytes: int, seconds: float, queued_seconds: float, now: float) -> None:
         """Record that an own load has ended now."""

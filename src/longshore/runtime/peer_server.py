@@ -33,7 +33,7 @@ from longshore.runtime.loop import Runtime
 from longshore.tiers.host import HostSlabs
 from longshore.tiers.remote.format import HEADER_BYTES, Identity, pack_header
 from longshore.tiers.remote.resp import COMING
-from longshore.tiers.remote.settings import RemoteSettings, parse_url
+from longshore.tiers.remote.settings import Certificates, RemoteSettings, parse_url
 from longshore.tiers.remote.stream import parts_behind
 
 _log = logging.getLogger(__name__)
@@ -188,7 +188,9 @@ class PeerServer:
         self._threads: set[threading.Thread] = set()
         self._lock = threading.Lock()
         self._closed = False
-        self.tls = tls_context(self.settings)
+        self._certificates: Certificates | None = None
+        if (tls := tls_context(self.settings)) is not None:
+            self._certificates = Certificates(self.settings, _make_context, tls)
         self._listener, self.needs_password = listen(self.settings)
         if not self.needs_password:
             _log.warning("anyone who can reach %s can read cached blocks: set password_file", self.settings)
@@ -235,8 +237,8 @@ class PeerServer:
         with self._lock:
             if not self._closed and len(self.deadlines) < MOST_CLIENTS:
                 try:
-                    if self.tls is not None:
-                        sock = self.tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+                    if self._certificates is not None:
+                        sock = _encrypted(sock, self._certificates)
                     thread = threading.Thread(target=self._run, args=(sock,), name="longshore-peer", daemon=True)
                     thread.start()
                 except OSError as error:
@@ -469,17 +471,26 @@ _CLIENT_LEFT = ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError
 
 def tls_context(settings: RemoteSettings) -> ssl.SSLContext | None:
     """What encrypts the connections of clients; `None` without TLS. Raises `ConfigError`."""
-    if not settings.tls:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        context.load_cert_chain(settings.cert_file, settings.key_file or None)
-        if settings.ca_file:  # clients need a certificate then
-            context.load_verify_locations(settings.ca_file)
-            context.verify_mode = ssl.CERT_REQUIRED
+        return _make_context(settings) if settings.tls else None
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"serve is {settings}: cert_file, key_file or ca_file cannot be used: {error}") from error
+
+
+def _make_context(settings: RemoteSettings) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(settings.cert_file, settings.key_file or None)
+    if settings.ca_file:  # clients need a certificate then
+        context.load_verify_locations(settings.ca_file)
+        context.verify_mode = ssl.CERT_REQUIRED
     return context
+
+
+def _encrypted(sock: socket.socket, certificates: Certificates) -> ssl.SSLSocket:
+    """The connection of a client, whose handshake is yet to be made. Raises `OSError`."""
+    if (context := certificates.context(0.0)) is None:
+        raise OSError("the certificates have not been read")
+    return context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
 
 
 def listen(settings: RemoteSettings) -> tuple[socket.socket, bool]:

@@ -403,6 +403,12 @@ class LayerWiseJobs:
 
 _log = logging.getLogger(__name__)
 
+_BUGS = (
+    *(ArithmeticError, AssertionError, AttributeError, BufferError, LookupError, NameError),
+    *(NotImplementedError, RecursionError, TypeError, ValueError),
+)
+"""What no device raises: its failures are `RuntimeError` (torch), `OSError`, `MemoryError`, `DeviceError`."""
+
 
 @dataclass(slots=True)
 class _SubmittedSlice:
@@ -526,7 +532,9 @@ class Lane:
             message = "transfer job %d (%s) failed; %s; read the traceback, and report it if it repeats"
             log_seldom(_log, message, job.transfer.job, route, route.loss)
         self._drain()
-        return Status.TIER_OFF if is_freed else Status.DEVICE_ERROR
+        if is_freed:
+            return Status.TIER_OFF
+        return Status.INTERNAL_ERROR if isinstance(error, _BUGS) else Status.DEVICE_ERROR
 
     def _drain(self) -> None:
         """Wait until no copy is in flight, after a failure."""

@@ -137,10 +137,10 @@ def is_free(directory: Path) -> bool:
     return True
 
 
-@pytest.fixture
-def started(tmp_path: Path) -> Iterator[SimpleNamespace]:
-    """An engine with two ranks and a tier host."""
-    name, settings = f"engine of {tmp_path}", file_settings(tmp_path)
+@contextlib.contextmanager
+def begun(name: str, directory: Path) -> Iterator[Callable[[], SimpleNamespace]]:
+    """An engine with two ranks and a tier host, which starts; the function that is given waits for that."""
+    settings = {**file_settings(directory), "vllm": {"instance_id": str(time.time_ns())}}
     hear, said = os.pipe()
     orders, order = os.pipe()
 
@@ -149,25 +149,50 @@ def started(tmp_path: Path) -> Iterator[SimpleNamespace]:
         os.close(hear)
         engine_process(name, settings, said, orders)
 
-    pid = forked(engine)
+    pid, pids = forked(engine), list[int]()
     os.close(said)
     os.close(orders)
-    told = os.read(hear, 4096)
-    os.close(hear)
-    assert told, "the engine did not start"
-    about = json.loads(told)
-    yield SimpleNamespace(
-        pid=pid,
-        ranks=about["ranks"],
-        tier_host=about["tier host"],
-        memory=about["memory"],
-        stop=lambda: os.close(order),
-        name=name,
-        directory=tmp_path / "tier",
-    )
-    for each in (pid, *about["ranks"], about["tier host"]):
+
+    def wait() -> SimpleNamespace:
+        told = os.read(hear, 4096)
+        os.close(hear)
+        assert told, "the engine did not start"
+        about = json.loads(told)
+        pids.extend([*about["ranks"], about["tier host"]])
+        return SimpleNamespace(
+            pid=pid,
+            ranks=about["ranks"],
+            tier_host=about["tier host"],
+            memory=about["memory"],
+            stop=lambda: os.close(order),
+            name=name,
+            directory=directory / "tier",
+        )
+
+    yield wait
+    for each in (pid, *pids):
         with contextlib.suppress(ProcessLookupError):
             os.kill(each, signal.SIGKILL)
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[SimpleNamespace]:
+    """An engine with two ranks and a tier host."""
+    with begun(f"engine of {tmp_path}", tmp_path) as wait:
+        yield wait()
+
+
+def test_engines_of_one_id_that_start_together_share_nothing(tmp_path: Path) -> None:
+    name, directories = f"engines of {tmp_path}", [tmp_path / "one", tmp_path / "other"]
+    for each in directories:
+        each.mkdir()
+    with begun(name, directories[0]) as one, begun(name, directories[1]) as other:
+        engines = [one(), other()]
+        for each in engines:
+            assert holders(each.memory) == {each.pid, *each.ranks, each.tier_host}
+        for each in reversed(engines):  # the other has copies of the first one's pipes
+            each.stop()
+            assert os.waitpid(each.pid, 0)[1] == 0
 
 
 @pytest.mark.parametrize("victims", ["nobody", "engine", "rank", "tier host", "rank and tier host", "all"])
@@ -191,7 +216,8 @@ def test_nothing_stays_behind(started: SimpleNamespace, victims: str) -> None:
     assert comes_to(lambda: not holders(started.memory))
     assert comes_to(lambda: not any(is_running(pid) for pid in everybody))
     assert list(SHARED.glob("*longshore*")) == []
-    assert not memory_info_path(started.name).exists()
+    note = memory_info_path(started.name)
+    assert not list(note.parent.glob(f"{note.name.partition('-')[0]}*"))
     assert comes_to(lambda: is_free(started.directory))
 
 

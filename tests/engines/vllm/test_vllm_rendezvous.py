@@ -46,11 +46,11 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_note_says_what_was_published_until_it_is_withdrawn(directory: Path) -> None:
     record_memory_info(ENGINE, HERE)
-    assert wait_for_memory_info(ENGINE, 0.0) == HERE
+    assert wait_for_memory_info(ENGINE, timeout=0.0) == HERE
     assert [path.stat().st_mode & 0o777 for path in (directory, *directory.iterdir())] == [0o700, 0o600]
     with pytest.raises(EngineError, match="no worker of engine another"):
-        wait_for_memory_info("another", 0.0)
-    remove_memory_info(ENGINE)
+        wait_for_memory_info("another", timeout=0.0)
+    remove_memory_info(ENGINE, HERE)
     assert list(directory.iterdir()) == []
 
 
@@ -66,7 +66,23 @@ def test_note_of_a_killed_engine_is_not_believed() -> None:
     assert len(naps) == 1
     record_memory_info(ENGINE, GONE)
     with pytest.raises(EngineError, match="no worker of engine"):
-        wait_for_memory_info(ENGINE, 0.0)
+        wait_for_memory_info(ENGINE, timeout=0.0)
+
+
+def test_engines_of_one_id_that_start_together_have_files_apart(directory: Path) -> None:
+    mine, others = os.getpid(), os.getppid()
+    uni = replace(HERE, fingerprint="of this process", instance="1", writers=(mine, others))
+    multi = replace(HERE, fingerprint="of another engine's child", instance="2", writers=(1, others))
+    record_memory_info(ENGINE, uni)
+    record_memory_info(ENGINE, multi)
+    assert [wait_for_memory_info(ENGINE, instance) for instance in "12"] == [uni, multi], "ranks"
+    assert wait_for_memory_info(ENGINE) == uni, "the scheduler"
+    record_memory_info(ENGINE, replace(GONE, instance="killed"))
+    remove_memory_info(ENGINE, uni)
+    assert [path.name for path in directory.iterdir()] == [memory_info_path(ENGINE, "2").name]
+    record_memory_info(ENGINE, replace(uni, writers=(1, others)))
+    with pytest.raises(EngineError, match="2 engines with the engine_id an engine are starting"):
+        wait_for_memory_info(ENGINE)
 
 
 def link(path: Path) -> None:

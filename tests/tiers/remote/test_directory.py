@@ -5,6 +5,7 @@ import math
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,64 @@ def test_what_has_expired_is_not_there(tmp_path: Path) -> None:
     harness.store(0, 5)
     harness.assert_serves(0, 5)
     harness.tier.close()
+
+
+@pytest.mark.parametrize("ahead", [-7200.0, 7200.0])
+def test_values_expire_by_the_clock_of_the_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: float
+) -> None:
+    now, one = time.time, open_harness(tmp_path, "&ttl=1h")
+    for number in (5, 6):
+        one.store(0, number)
+    os.utime(file_of(tmp_path, 6), (now() - 5400.0,) * 2)
+    monkeypatch.setattr("longshore.tiers.remote.directory.time.time", lambda: now() + ahead)
+    other = open_harness(tmp_path, "&ttl=1h")
+    assert (wait_answer(other, 5), wait_answer(other, 6)) == ((True,), (False,))
+    other.assert_serves(0, 5)
+    assert other.load(0, 6)[0] is Status.NOT_FOUND
+    assert [file_of(tmp_path, number).exists() for number in (5, 6)] == [True, False]
+    for each in (one, other):
+        each.tier.close()
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("name", ["open", "preadv", "stat"])
+def test_file_removed_on_a_network_file_system_is_a_miss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    harness, fired = open_harness(tmp_path), list[object]()
+    harness.store(0, 5)
+    call = getattr(os, name)
+
+    def stale(what: Any, *more: Any, **named: Any) -> Any:
+        if name != "preadv" and key(5).hex() not in str(what):
+            return call(what, *more, **named)
+        fired.append(what)
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, name, stale)
+        if name == "stat":
+            assert wait_answer(harness, 5) == (False,)
+        else:
+            assert [harness.load(0, 5)[0] for _ in range(4)] == [Status.NOT_FOUND] * 4
+    assert fired
+    assert set(harness.tier.failures.values()) == {0}
+    harness.assert_serves(0, 5)
+    harness.tier.close()
+
+
+def test_folders_have_the_permissions_of_the_directory(tmp_path: Path) -> None:
+    store, umask = tmp_path / "shared", os.umask(0o077)
+    try:
+        harness = open_harness(store)
+        store.chmod(0o2770)
+        harness.store(0, 5)
+        harness.tier.close()
+    finally:
+        os.umask(umask)
+    folders = [each for each in store.rglob("*") if each.is_dir()]
+    assert [each.stat().st_mode & 0o7777 for each in folders] == [0o2770] * 3
 
 
 def test_the_directory_is_not_created(tmp_path: Path) -> None:

@@ -76,6 +76,11 @@ def vllm_config() -> Any:
     return get_current_vllm_config_or_none()
 
 
+def instance_id() -> str:
+    """What vLLM calls this instance of an engine, in its workers: all ranks of it the same; empty if nothing."""
+    return str(getattr(vllm_config(), "instance_id", ""))
+
+
 def nodes() -> int:
     """How many machines the workers of one replica are on, as far as this process knows."""
     vllm = vllm_config()

@@ -5,11 +5,14 @@
     scheduler   (starts after all ranks)     wait_for_memory_info ─► attach ─► remove_memory_info
 
 The memory has no name: it is freed with the last process that maps it, also when all of them are killed.
+
+Engines that start at the same time may have been given the same `engine_id`. So the name of a file also has that of the
+engine's instance, which vLLM tells the ranks. It does not tell the scheduler: of several files, the scheduler takes the
+one that its process or a child of it has written.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -45,6 +48,8 @@ class EngineMemory:
         fingerprint: Of the layout.
         device: What computes the bytes.
         model: What the workers know of the model.
+        instance: The number of the engine's instance.
+        writers: The process of rank 0, and its parent.
     """
 
     arena: str
@@ -58,12 +63,14 @@ class EngineMemory:
     fingerprint: str
     device: str
     model: ModelIdentity
+    instance: str = ""
+    writers: tuple[int, ...] = ()
 
     @classmethod
     def read(cls, text: str) -> EngineMemory:
         """Parse what `record_memory_info` wrote."""
         fields = json.loads(text)
-        sequences = {name: tuple(fields[name]) for name in ("image_bytes", "size_classes")}
+        sequences = {name: tuple(fields[name]) for name in ("image_bytes", "size_classes", "writers")}
         return cls(**{**fields, **sequences, "model": ModelIdentity.from_fields(fields["model"])})
 
     @property
@@ -72,14 +79,14 @@ class EngineMemory:
         return Slabs(self.slab_bytes, self.image_bytes, self.slabs)
 
 
-def memory_info_path(engine: str) -> Path:
+def memory_info_path(engine: str, instance: str = "") -> Path:
     """The file with the memory info of an engine. Raises `EngineError` if others can write to its directory."""
-    return user_directory() / f"{hashlib.sha256(engine.encode()).hexdigest()[:24]}.json"
+    return user_directory() / f"{_digest(engine)}-{_digest(instance)}.json"
 
 
 def record_memory_info(engine: str, memory: EngineMemory) -> None:
     """Write the memory info for the other processes of `engine`, atomically."""
-    path = memory_info_path(engine)
+    path = memory_info_path(engine, memory.instance)
     draft = path.with_suffix(f".{os.getpid()}")
     draft.unlink(missing_ok=True)
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -88,15 +95,29 @@ def record_memory_info(engine: str, memory: EngineMemory) -> None:
 
 
 def wait_for_memory_info(
-    engine: str, timeout: float = TIMEOUT, *, nap: Callable[[float], None] = time.sleep
+    engine: str,
+    instance: str | None = None,
+    timeout: float = TIMEOUT,
+    *,
+    nap: Callable[[float], None] = time.sleep,
 ) -> EngineMemory:
-    """Wait until the memory info of `engine` has been written. Raises `EngineError` after `timeout` seconds."""
-    path, deadline = memory_info_path(engine), time.monotonic() + timeout
+    """Wait until rank 0 of this `instance` of `engine`, or else of the engine of this process, has written its file.
+
+    Raises `EngineError` after `timeout` seconds, or if several engines start and it is not known which one it is.
+    """
+    deadline = time.monotonic() + timeout
     while True:
-        with contextlib.suppress(FileNotFoundError):
-            memory = EngineMemory.read(path.read_text())
-            if Path(memory.arena).exists():  # else it is left over from an engine that was killed
-                return memory
+        paths = _paths(engine) if instance is None else [memory_info_path(engine, instance)]
+        found = [memory for path in paths if (memory := _read(path)) is not None]
+        if len(found) > 1:
+            found = [memory for memory in found if os.getpid() in memory.writers] or found
+        if len(found) > 1:
+            raise EngineError(
+                f"{len(found)} engines with the engine_id {engine} are starting on this machine: give each one of its "
+                "own in --kv-transfer-config, or none"
+            )
+        if found:
+            return found[0]
         if time.monotonic() > deadline:
             raise EngineError(
                 f"no worker of engine {engine} has allocated the host memory within {timeout:.0f} seconds; see its log"
@@ -104,9 +125,29 @@ def wait_for_memory_info(
         nap(0.02)
 
 
-def remove_memory_info(engine: str) -> None:
-    """Remove the memory info, after all processes have read it."""
-    memory_info_path(engine).unlink(missing_ok=True)
+def remove_memory_info(engine: str, memory: EngineMemory) -> None:
+    """Remove the memory info, after all processes have read it; and what engines of that name left that were killed."""
+    memory_info_path(engine, memory.instance).unlink(missing_ok=True)
+    for path in _paths(engine):
+        if _read(path) is None:
+            path.unlink(missing_ok=True)
+
+
+def _digest(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()[:24]
+
+
+def _paths(engine: str) -> list[Path]:
+    return sorted(user_directory().glob(f"{_digest(engine)}-*.json"))
+
+
+def _read(path: Path) -> EngineMemory | None:
+    """The memory info in a file; `None` if it is not there, or left over from an engine that was killed."""
+    try:
+        memory = EngineMemory.read(path.read_text())
+    except FileNotFoundError:
+        return None
+    return memory if Path(memory.arena).exists() else None
 
 
 def attach(memory: EngineMemory) -> tuple[Arena, RankReports]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from longshore.engines.vllm.manager import LongshoreManager
 from longshore.engines.vllm.metrics import EVENTS_LIMIT, definitions
 from longshore.engines.vllm.model import (
     has_no_shutdown_timeout,
+    instance_id,
     memo_directory,
     model_identity,
     nodes,
@@ -151,7 +153,7 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
                 self.settings, memory, scope, self.config.groups, events=EVENTS_LIMIT if publishes_events else 0
             )
         finally:
-            remove_memory_info(self.config.engine_id)
+            remove_memory_info(self.config.engine_id, memory)
         numbers = [group.group_id for group in self.config.groups]
         manager = LongshoreManager(
             tiers,
@@ -191,7 +193,7 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
             if parallel.rank == 0:
                 arena, reports, memory = self._make_memory(layout)
             else:
-                memory = wait_for_memory_info(self.config.engine_id)
+                memory = wait_for_memory_info(self.config.engine_id, instance_id())
                 arena, reports = attach(memory)
                 registrar = registrar_for(layout.device)
                 if registrar is not None:
@@ -262,6 +264,8 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
             fingerprint=layout.fingerprint,
             device=layout.device,
             model=model_identity(self.config.groups, memo_directory(self.settings)),
+            instance=instance_id(),
+            writers=(os.getpid(), os.getppid()),
         )
         return arena, reports, memory
 

@@ -6,8 +6,9 @@
 While there is work, a separate thread reports that the process is alive, also while the others wait for a slow or hung
 disk.
 
-The process ends at the end of its input, however the engine ends. It ignores signals meant for the engine: a terminal's
-interrupt goes to all processes, and the engine may still have blocks to write.
+The process ends at the end of its input, or with the engine: processes that the engine has forked may keep the pipe
+open. It ignores signals meant for the engine: a terminal's interrupt goes to all processes, and the engine may still
+have blocks to write.
 """
 
 from __future__ import annotations
@@ -69,6 +70,10 @@ class TierHostServer:
         self._tier: FileTier | StoreTier | None = None
         self._ended = os.eventfd(0)
         """Counts batches that have ended."""
+        self._engine = list[int]()
+        """A descriptor that is readable once the engine has ended; none where the kernel has none."""
+        with contextlib.suppress(OSError):
+            self._engine.append(os.pidfd_open(os.getppid()))
         self._send_lock = threading.Lock()
         self._busy = threading.Event()
         """Set while there is work whose result the engine waits for."""
@@ -83,6 +88,7 @@ class TierHostServer:
         try:
             arena = Arena.attach(memory, open_request["arena_bytes"])
             os.close(memory)
+            arena.lifeline = self._replies  # its end tells the engine that nobody writes to the arena any more
             tier = self._tier = open_tier(open_request, arena)
         except LongshoreError as error:
             self._send(Kind.REFUSED, wire.pack_json([type(error).__name__, str(error)]))
@@ -118,7 +124,7 @@ class TierHostServer:
                 self._busy.clear()
             # A store that is away is looked for: when it is back, that is reported without delay.
             wait = (_LOOK_FOR if failures_of(tier).get(AWAY) else None) if is_idle else _LOOK
-            ready = select.select([self._requests, self._ended], [], [], wait)[0]
+            ready = select.select([self._requests, self._ended, *self._engine], [], [], wait)[0]
             if self._ended in ready:
                 os.eventfd_read(self._ended)
             if self._requests in ready:
@@ -128,6 +134,8 @@ class TierHostServer:
                     return
                 for kind, body in self._frames.feed(data):
                     self._execute(tier, kind, body)
+            elif any(each in ready for each in self._engine):
+                return
             self._report(tier)
 
     def _execute(self, tier: FileTier | StoreTier, kind: Kind, body: bytes) -> None:

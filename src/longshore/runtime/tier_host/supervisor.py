@@ -5,8 +5,9 @@ Only `wait` and `wait_reaped` block.
 
     running ──(its end of the replies is closed)──► hung up ──kill, reap──► reaped
 
-Only a reaped process writes no memory any more; until then, a read in progress may still complete. `tier.py` ends what
-was in flight.
+Only a reaped process writes no memory any more; until then, a read in progress may still complete. Processes that it
+has started, and that write to the arena, keep its end of the replies open (`Arena.lifeline`). `tier.py` ends what was
+in flight.
 """
 
 from __future__ import annotations

@@ -128,7 +128,11 @@ class Arena:
         nbytes: Size in bytes.
         address: Address of the first byte, for copy plans.
         is_given_back: Whether the memory is not to be used, as it was given back.
+        lifeline: Descriptor that each process which this one lets attach to the arena inherits and keeps open; `None`
+            for none. Once all copies of it are closed, none of them writes to the arena any more.
     """
+
+    lifeline: int | None = None
 
     def __init__(
         self,

@@ -6,6 +6,8 @@
 A file system that hangs cannot be given a deadline: a thread that calls it waits in the kernel. So threads read into,
 and write from, buffers of their own, and use the arena only for a copy between memory. An image whose thread hangs ends
 at its deadline, and keeps no slot. The directory itself is never created: an empty mount point is not a store.
+
+A value has expired by the clock of the file system, which writes the time of a file: this machine's may differ.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ _PIECE = 256 << 10
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _READ_ONLY = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+_GONE = frozenset({errno.ENOENT, errno.ESTALE})
+"""Of a file or a folder that somebody has removed; the second one, of NFS, also while it is open."""
 
 
 class DirectorySession:
@@ -42,6 +46,8 @@ class DirectorySession:
         self._buffer = memoryview(bytearray(HEADER_BYTES + largest))
         self._known: set[str] = set()
         """Directories that exist."""
+        self._ahead = 0.0
+        """Seconds by which this machine's clock is ahead of the file system's."""
 
     def check(self, deadline: float) -> None:
         """Look whether the directory is there."""
@@ -50,6 +56,16 @@ class DirectorySession:
                 raise StoreError("connection", f"{self._root} is no directory")
         except OSError as error:
             raise _typed(error) from None
+
+    def compare_clocks(self) -> None:
+        """Find out how far this machine's clock and the file system's differ, by a file that is removed at once."""
+        path = f"{self._root}/.{secrets.token_hex(8)}.tmp"
+        with contextlib.suppress(OSError):  # it may be read-only
+            try:
+                self._write_new(path, memoryview(b"time"))
+                self._ahead = time.time() - os.stat(path).st_mtime  # noqa: PTH116
+            finally:
+                os.unlink(path)  # noqa: PTH108
 
     def lengths(self, addresses: Sequence[bytes], deadline: float) -> list[int]:
         """The length of each value in bytes; 0 for one that is not there, or has expired."""
@@ -93,14 +109,14 @@ class DirectorySession:
     def _length(self, path: str) -> int:
         try:
             found = os.stat(path)  # noqa: PTH116 - a `Path` for each of 512 keys takes longer than the call
-        except FileNotFoundError:
-            return 0
         except OSError as error:
+            if error.errno in _GONE:
+                return 0
             raise _typed(error) from None
         return 0 if self._expired(found) else found.st_size
 
     def _expired(self, found: os.stat_result) -> bool:
-        return bool(self._settings.ttl) and time.time() - found.st_mtime > self._settings.ttl
+        return bool(self._settings.ttl) and time.time() - self._ahead - found.st_mtime > self._settings.ttl
 
     def _read(self, image: Image, work: WorkQueue) -> Status:
         """Read a value; how that ended."""
@@ -108,10 +124,8 @@ class DirectorySession:
         path = self._path(image.address)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a FIFO would block
-        except FileNotFoundError:
-            return Status.NOT_FOUND
         except OSError as error:
-            raise _typed(error) from None
+            return _absent(error)
         try:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode):
@@ -124,7 +138,7 @@ class DirectorySession:
                 return Status.SHORT if found.st_size < expected else Status.MISMATCH
             return self._read_pieces(descriptor, image, work)
         except OSError as error:
-            raise _typed(error) from None
+            return _absent(error)
         finally:
             os.close(descriptor)
 
@@ -158,7 +172,9 @@ class DirectorySession:
                 self._make(folder)
             try:
                 self._write_new(temporary, value)
-            except FileNotFoundError:  # somebody has removed the namespace
+            except OSError as error:
+                if error.errno not in _GONE:  # else somebody has removed the namespace
+                    raise
                 self._make(folder)
                 self._write_new(temporary, value)
             os.rename(temporary, path)  # noqa: PTH104
@@ -174,9 +190,12 @@ class DirectorySession:
         return Status.OK
 
     def _make(self, folder: str) -> None:
+        mode = os.stat(self._root).st_mode & 0o2777  # noqa: PTH116
         for above in (folder.rpartition("/")[0].rpartition("/")[0], folder.rpartition("/")[0], folder):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(above)  # noqa: PTH102 - not its parents: the root must be there
+                with contextlib.suppress(OSError):  # whoever may write to the root may write there, whatever the umask
+                    os.chmod(above, mode)  # noqa: PTH101
         self._known.add(folder)
 
     @staticmethod
@@ -203,7 +222,16 @@ class DirectoryStore:
         """A session of one thread. Raises `StoreError` if the directory is not there."""
         session = DirectorySession(self._settings, self._largest)
         session.check(0.0)
+        if self._settings.ttl:
+            session.compare_clocks()
         return session
+
+
+def _absent(error: OSError) -> Status:
+    """How a read ends whose file is gone. Raises `StoreError` for another `error`."""
+    if error.errno in _GONE:
+        return Status.NOT_FOUND
+    raise _typed(error) from None
 
 
 def _typed(error: OSError) -> StoreError:

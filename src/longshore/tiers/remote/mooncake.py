@@ -4,7 +4,7 @@
 
     thread ── MooncakeSession ══socket══ process of the client (`mooncake_child.py`) ── master, machines with values
                  arena ═══════ shared memory ═══════╧   the client reads and writes images in place, but for
-                 small images ◄── buffer ═══════════╧   reads of small ones: as one range with their headers
+                 small images ◄─► buffer ═══════════╧   small ones: those are one range with their headers
 
 Mooncake's client takes no deadline: it hangs for seconds when its master dies, and for good when that is stopped. So
 each session has a client in a process of its own, which is told keys, offsets and lengths. One that does not answer by
@@ -60,11 +60,12 @@ _MOST = 512
 """Values in one call of the client."""
 
 _CALLS = 2
-"""Calls of reads that wait or run at a time: values of one are checked while the client executes the next."""
+"""Calls that wait or run at a time: values of one are checked, or prepared, while the client executes the other."""
 
-_SMALL, _BUFFER_BYTES = 512 << 10, 4 << 20
-"""Images of up to so many bytes are read into a buffer with their headers, so much of them in one call: header and
-image in places of their own cost Mooncake two transfers, which takes a quarter more time for values of 256 KiB."""
+_SMALL, _BUFFER_BYTES = 512 << 10, 8 << 20
+"""Images of up to so many bytes pass through a buffer with their headers, so much of them in one call: header and image
+in places of their own cost Mooncake two transfers, which takes a quarter more time for values of 256 KiB, and a call
+costs it about two milliseconds of CPU time."""
 
 _HEADERS = _MOST * HEADER_BYTES
 _AREA = _HEADERS + _BUFFER_BYTES
@@ -110,12 +111,13 @@ class MooncakeSession:
             undo.callback(self._memory.close)
             numbers = (other.fileno(), arena.fd, arena.nbytes, memory, len(self._memory), self._owner)
             master = f"{settings.host}:{settings.port}"
+            lifeline = () if arena.lifeline is None else (arena.lifeline,)
             self._process = subprocess.Popen(
                 [*_PROGRAM, *map(str, numbers), local, settings.metadata, master],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # where it logs each miss as an error; MC_LOG_DIR keeps its log
-                pass_fds=(other.fileno(), arena.fd, memory),
+                pass_fds=(other.fileno(), arena.fd, memory, *lifeline),
                 env={"MC_TCP_ENABLE_CONNECTION_POOL": "1", **os.environ},
             )
             self.pid = self._process.pid
@@ -136,22 +138,20 @@ class MooncakeSession:
 
     def fetch(self, work: WorkQueue) -> None:
         """Fetch images until none waits."""
-        under_way: deque[_Read] = deque()
+        under_way: deque[_Call] = deque()
         again: list[Image] = []
         areas = itertools.cycle(range(0, _CALLS * _AREA, _AREA))
         while True:
             while len(under_way) < _CALLS:
                 # of one deadline: a client that is late is killed, with all that it was asked for
-                deadline = under_way[0].images[0].deadline if under_way else None
+                deadline = under_way[0].deadline if under_way else None
                 if not (images := self._next_call(work, again, deadline)):
                     break
-                under_way.append(read := _Read(images, next(areas)))
-                self._order(images[0].deadline, *self._described_read(read))
+                under_way.append(read := _Call(images, next(areas)))
+                self._order(read.deadline, *self._described(read, "read", "get"))
             if not under_way:
                 return
-            codes: list[int] = self._answer(under_way[0].images[0].deadline)
-            if _NO_MASTER in codes:
-                raise _lost()
+            codes = self._codes(under_way[0].deadline)
             read = under_way.popleft()
             for image, at, code in zip(read.images, read.places(), codes, strict=True):
                 work.end(image, self._fetched(image, at, code, is_small=read.is_small))
@@ -159,27 +159,32 @@ class MooncakeSession:
     def store(self, work: WorkQueue, is_bad: Callable[[bytes], bool], refusal: Refusal) -> None:
         """Store images until none waits; those that are there are not sent again, unless known to be bad."""
         again: list[Image] = []
+        under_way: deque[_Call] = deque()
+
+        def end_oldest() -> None:
+            codes, write = self._codes(under_way[0].deadline), under_way.popleft()
+            for image, code in zip(write.images, codes, strict=True):
+                work.end(image, _STORED.get(code, Status.UNAVAILABLE))
+
         while images := self._next_call(work, again):
-            deadline, waiting, replaced = images[0].deadline, list[Image](), list[bool]()
-            there = self._exist([each.address for each in images], deadline)
+            waiting, bad = list[Image](), {each.address for each in images if is_bad(each.address)}
+            there = self._exist([each.address for each in images], _soonest(images))
             for image, is_there in zip(images, there, strict=True):
-                bad = is_bad(image.address)
-                if is_there and not bad:
+                if is_there and image.address not in bad:
                     work.end(image, Status.OK)
                 elif (refused := refusal(HEADER_BYTES + len(image.memory))) is not None:
                     work.end(image, refused)
                 else:
-                    start = len(waiting) * HEADER_BYTES
-                    self._memory[start : start + HEADER_BYTES] = pack_header(image.identity, image.memory)
                     waiting.append(image)
-                    replaced.append(bad)
-            if not waiting:
-                continue
-            codes = self._call(deadline, "put", *self._described(waiting), 0, replaced)
-            if _NO_MASTER in codes:
-                raise _lost()
-            for image, code in zip(waiting, codes, strict=True):
-                work.end(image, _STORED.get(code, Status.UNAVAILABLE))
+            for part, area in zip(_parts(waiting), itertools.cycle(range(0, _CALLS * _AREA, _AREA)), strict=False):
+                if len(under_way) == _CALLS:
+                    end_oldest()
+                under_way.append(write := _Call(part, area))
+                self._prepare(write)
+                replaced = [image.address in bad for image in part]
+                self._order(write.deadline, *self._described(write, "write", "put"), replaced)
+            while under_way:
+                end_oldest()
 
     def headers(self, count: int) -> tuple[list[bytes], list[str]]:
         """Nothing: Mooncake lists no keys."""
@@ -222,7 +227,7 @@ class MooncakeSession:
         again.clear()
         if not images and (image := work.take(math.inf, deadline)) is not None:
             images = [image]
-            small = work.op is Op.READ and len(image.memory) <= _SMALL
+            small = work.op is Op.READ and len(image.memory) <= _SMALL  # what is written is divided once it is known
             room = (min(self._in_flight, _BUFFER_BYTES) if small else self._in_flight) - len(image.memory)
             while len(images) < _MOST and (more := work.take(room, image.deadline)) is not None:
                 images.append(more)
@@ -245,17 +250,25 @@ class MooncakeSession:
             return Status.SHORT if code < expected else Status.MISMATCH
         return Status.NOT_FOUND if code == _NOT_THERE else Status.UNAVAILABLE
 
-    def _described_read(self, read: _Read) -> tuple[object, ...]:
-        """The order that reads these values."""
-        if not read.is_small:
-            return "get", *self._described(read.images), read.area
-        names = [image.address.decode() for image in read.images]
-        return "read", names, read.places(), [HEADER_BYTES + len(image.memory) for image in read.images]
+    def _prepare(self, write: _Call) -> None:
+        """Put headers into the buffer, and behind each its image if they are small."""
+        for image, at in zip(write.images, write.places(), strict=True):
+            behind = at + HEADER_BYTES
+            if write.is_small:
+                self._memory[behind : behind + len(image.memory)] = image.memory
+                with memoryview(self._memory)[behind : behind + len(image.memory)] as copied:
+                    self._memory[at:behind] = pack_header(image.identity, copied)
+            else:
+                self._memory[at:behind] = pack_header(image.identity, image.memory)
 
-    def _described(self, images: Sequence[Image]) -> tuple[list[str], list[int], list[int]]:
-        """Keys, and where in the arena their images are."""
-        offsets = [image.batch.ops[image.index].offset for image in images]
-        return [image.address.decode() for image in images], offsets, [len(image.memory) for image in images]
+    @staticmethod
+    def _described(call: _Call, small: str, large: str) -> tuple[object, ...]:
+        """An order for the values of `call`, which is `small` if they lie in the buffer as a whole, else `large`."""
+        names = [image.address.decode() for image in call.images]
+        if call.is_small:
+            return small, names, call.places(), [HEADER_BYTES + len(image.memory) for image in call.images]
+        offsets = [image.batch.ops[image.index].offset for image in call.images]
+        return large, names, offsets, [len(image.memory) for image in call.images], call.area
 
     def _exist(self, addresses: Sequence[bytes], deadline: float) -> list[int]:
         codes = self._call(deadline, "exist", [each.decode() for each in addresses])
@@ -267,6 +280,13 @@ class MooncakeSession:
         """Mooncake's codes for an order. Raises `StoreError` without any by `deadline`: then the process must die."""
         self._order(deadline, *order)
         codes: list[int] = self._answer(deadline)
+        return codes
+
+    def _codes(self, deadline: float) -> list[int]:
+        """Mooncake's codes for the oldest order of values without an answer; raises `StoreError` as `_call` does."""
+        codes: list[int] = self._answer(deadline)
+        if _NO_MASTER in codes:
+            raise _lost()
         return codes
 
     def _order(self, deadline: float, *order: object) -> None:
@@ -301,22 +321,44 @@ class MooncakeSession:
         return seconds if seconds < math.inf else None
 
 
-class _Read(NamedTuple):
-    """A call that reads `images`, with memory from `area` on."""
+class _Call(NamedTuple):
+    """A call that reads or writes `images`, with memory from `area` on."""
 
     images: list[Image]
     area: int
 
     @property
     def is_small(self) -> bool:
-        """Whether whole values go to the buffer."""
+        """Whether whole values are in the buffer."""
         lengths = [len(image.memory) for image in self.images]
         return max(lengths) <= _SMALL and sum(lengths) <= _BUFFER_BYTES
+
+    @property
+    def deadline(self) -> float:
+        """When it must have ended; a clock reading in seconds."""
+        return _soonest(self.images)
 
     def places(self) -> list[int]:
         """Where the header of each value is; its image follows it if they are small."""
         lengths = [HEADER_BYTES + len(image.memory) * self.is_small for image in self.images]
         return list(itertools.accumulate(lengths[:-1], initial=self.area))
+
+
+def _soonest(images: Sequence[Image]) -> float:
+    return min(image.deadline for image in images)
+
+
+def _parts(images: Sequence[Image]) -> Iterator[list[Image]]:
+    """Images to write in calls of their own: as many small ones as the buffer has room for, or all others together."""
+    for is_small, same in itertools.groupby(images, lambda image: len(image.memory) <= _SMALL):
+        part, nbytes = list[Image](), 0
+        for image in same:
+            nbytes += len(image.memory)
+            if is_small and part and nbytes > _BUFFER_BYTES:
+                yield part
+                part, nbytes = [], len(image.memory)
+            part.append(image)
+        yield part
 
 
 class MooncakeStore:

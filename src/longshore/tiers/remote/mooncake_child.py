@@ -7,6 +7,7 @@
     ["get", keys, offsets, lengths, area]           the bytes of each value, as they are; below 0: an error
     ["read", keys, offsets, lengths]                the same, as one range each at an offset in the buffer
     ["put", keys, offsets, lengths, area, replace]  0; below 0: an error. What is there stays, unless it is replaced
+    ["write", keys, offsets, lengths, replace]      the same, as one range each at an offset in the buffer
     ["remove", pattern]                             how many keys matched the regular expression; below 0: an error
 
 The header of the value at index N of a get or put is at area + 128 * N in the buffer, its image at its offset in the
@@ -44,16 +45,23 @@ def carried_out(client: Any, arena: int, buffer: int, kind: str, order: list[Any
     if kind == "read":
         codes = list(client.batch_get_into(keys, [buffer + offset for offset in offsets], lengths))
         return _with_lengths(client, keys, codes, lengths)
+    if kind == "write":
+        _remove(client, keys, *more)
+        return list(client.batch_put_from(keys, [buffer + offset for offset in offsets], lengths))
     area, *more = more
     places = [[buffer + area + HEADER_BYTES * index, arena + offset] for index, offset in enumerate(offsets)]
     sizes = [[HEADER_BYTES, length] for length in lengths]
     if kind == "put":
-        for key, is_replaced in zip(keys, *more, strict=True):
-            if is_replaced:
-                client.remove(key, True)
+        _remove(client, keys, *more)
         return list(client.batch_put_from_multi_buffers(keys, places, sizes))
     codes = list(client.batch_get_into_multi_buffers(keys, places, sizes))
     return _with_lengths(client, keys, codes, list(map(sum, sizes)))
+
+
+def _remove(client: Any, keys: list[str], replaced: list[bool]) -> None:
+    for key, is_replaced in zip(keys, replaced, strict=True):
+        if is_replaced:
+            client.remove(key, True)
 
 
 def _with_lengths(client: Any, keys: list[str], codes: list[int], expected: list[int]) -> list[int]:

@@ -21,7 +21,8 @@ import os
 import re
 import ssl
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -176,39 +177,70 @@ class RemoteSettings:
 CERTIFICATE_SECONDS = 5.0
 """For so long the files of certificates are waited for when a store is opened."""
 
+RENEW_SECONDS = 1.0
+"""Certificates that were read longer ago are read again, for the connections after the next one."""
+
+
+def client_context(settings: RemoteSettings) -> ssl.SSLContext:
+    """What to connect to a store with. Raises `OSError` or `ValueError` if certificates cannot be read."""
+    context = ssl.create_default_context(cafile=settings.ca_file or None)
+    if settings.cert_file:
+        context.load_cert_chain(settings.cert_file, settings.key_file)
+    return context
+
 
 class Certificates:
-    """The certificates of a store, read in a thread: a file system that hangs holds up no engine's start."""
+    """The certificates of a store, read in a thread: a file system that hangs holds up no engine's start.
 
-    def __init__(self, settings: RemoteSettings) -> None:
-        """Raises `TierError` if they cannot be read; what takes longer than `CERTIFICATE_SECONDS` goes on."""
+    They are read again now and then, because certificates are renewed while an engine runs.
+    """
+
+    def __init__(
+        self,
+        settings: RemoteSettings,
+        make: Callable[[RemoteSettings], ssl.SSLContext] = client_context,
+        first: ssl.SSLContext | None = None,
+    ) -> None:
+        """`first` is what `make` has just made of them.
+
+        Raises `TierError` if they cannot be read; what takes longer than `CERTIFICATE_SECONDS` goes on.
+        """
         self._settings = settings
-        self._begin()
-        self.context(CERTIFICATE_SECONDS)
+        self._make = make
+        self._found: ssl.SSLContext | TierError | None = first
+        self._read_at = time.monotonic()
+        if first is None:
+            self._begin()
+            self.context(CERTIFICATE_SECONDS)
 
     def context(self, seconds: float) -> ssl.SSLContext | None:
         """What to connect with; `None` if it has not been read in `seconds`. Raises `TierError` if it cannot be."""
-        self._reading.join(seconds)
-        if isinstance(found := self._found, TierError):
+        if self._found is None:
+            self._reading.join(seconds)
+        found = self._found
+        if isinstance(found, TierError):
+            self._found = None
             self._begin()  # for the next connection
             raise found
+        if found is not None and time.monotonic() - self._read_at > RENEW_SECONDS:
+            self._read_at = math.inf  # until they have been read
+            self._begin()
         return found
 
     def _begin(self) -> None:
-        self._found: ssl.SSLContext | TierError | None = None
         self._reading = threading.Thread(target=self._read, name="longshore-certificates", daemon=True)
         self._reading.start()
 
     def _read(self) -> None:
-        settings = self._settings
+        found: ssl.SSLContext | TierError
         try:
-            context = ssl.create_default_context(cafile=settings.ca_file or None)
-            if settings.cert_file:
-                context.load_cert_chain(settings.cert_file, settings.key_file)
-            self._found = context
+            found = self._make(self._settings)
         except (OSError, ValueError) as error:  # what OpenSSL raises is one as well
             said = getattr(error, "strerror", None) or error
-            self._found = TierError(f"{settings}: certificates cannot be read: {said}")
+            found = TierError(f"{self._settings}: certificates cannot be read: {said}")
+        if self._found is None or not isinstance(found, TierError):  # else what was read before stays in use
+            self._found = found
+        self._read_at = time.monotonic()
 
 
 _NUMBERS = {

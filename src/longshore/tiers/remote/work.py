@@ -106,7 +106,7 @@ class WorkQueue:
     def take(self, room: float = math.inf, deadline: float | None = None) -> Image | None:
         """The next image, held by the caller; `None` without one.
 
-        It is left there, too, if it has more than `room` bytes, or another deadline than the one that is given.
+        It is left there, too, if it has more than `room` bytes, or a deadline more than `NEAR` from the given one.
         """
         with self._lock:
             return self._take(room, deadline)
@@ -194,7 +194,7 @@ class WorkQueue:
     def _take(self, room: float, deadline: float | None) -> Image | None:
         while self._waiting and not self._stopped:
             image = self._waiting[0]
-            fits = len(image.memory) <= room and (deadline is None or deadline == image.deadline)
+            fits = len(image.memory) <= room and (deadline is None or _are_near(deadline, image.deadline))
             if image.phase is not Phase.ENDED and not fits:
                 return None
             self._waiting.popleft()
@@ -232,6 +232,14 @@ class WorkQueue:
         self._taken.discard(image)
         image.batch.end(image.index, status, now)
         self._ended(image, status)
+
+
+NEAR = 0.1
+"""Seconds between deadlines that count as one: jobs that are ordered together are submitted one after the other."""
+
+
+def _are_near(one: float, other: float) -> bool:
+    return one == other or abs(one - other) <= NEAR
 
 
 _DAY, _HOUR = 86_400.0, 3600.0
