@@ -195,6 +195,21 @@ def test_hint_seen_on_other_chunks_tells_of_all_with_it() -> None:
     assert silent > 0.25
 
 
+def test_of_one_hint_and_gap_more_uses_promise_no_less() -> None:
+    """Chance has chunks come back more often that were used once than those used twice, and these than those used often."""
+    rates = HitRates()
+    rates.add_hints()
+    rates._reached[:] = 1e6
+    often = {hint: [KIND_OF[hint << HINT | ONCE + 8 * (uses - 1) | 2] for uses in (1, 2, 8)] for hint in (0, ENDS, CLASS)}
+    for kinds in often.values():
+        rates._back[kinds, 5] = 0.3e6, 0.2e6, 0.1e6
+    for kinds in often.values():
+        once, twice, more = rates.table()[kinds]
+        assert (once <= twice).all()
+        assert (twice <= more).all()
+        assert twice[5] > 0.05  # what was used once promises that
+
+
 def test_classes_are_learned_apart_and_bounded_in_number() -> None:
     reuse_hint = ReuseHints()
     numbers = [reuse_hint.begin(tick, float(tick), ReuseHint(of=f"class {tick % 9}")) for tick in range(1, 40)]

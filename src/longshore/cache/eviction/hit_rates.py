@@ -12,7 +12,7 @@ What reached an age is what ended at it or later, by a use or because it was for
 little is known of a kind, its chance is that of all chunks of as many uses, and where little is known of these, that of
 all. Where little is known of a kind with a hint, its chance is that of all chunks used like it, whatever their hints,
 times what the hint says: how many chunks with it came back, of how many would have by their uses alone. Of two kinds
-with the same gap and no hint the one with more uses never promises less: it stands before the other in prompts.
+with the same gap and hint the one with more uses never promises less: it stands before the other in prompts.
 
 Ghost list: chunks that were evicted lately, and how each was used. Eight bytes a chunk; no operation scans it.
 
@@ -398,8 +398,9 @@ class HitRates:
         spent = np.maximum(time[_FROM] - time[_UNTIL + 1], _NO_TIME)
         rates = (still[_FROM] - still[_UNTIL + 1]) / spent
         promised: _Floats = np.ascontiguousarray(np.maximum.reduceat(rates, _FIRST, axis=0).T)
-        by_uses = promised[1:PLAIN].reshape(-1, GAPS, AGES)
-        np.maximum.accumulate(by_uses, axis=0, out=by_uses)
+        for some, kinds, gaps in ((promised[:PLAIN], PLAIN, GAPS), (promised[PLAIN:], HINTED, HINTED_GAPS)):
+            by_uses = some.reshape(-1, kinds, AGES)[:, 1:].reshape(len(some) // kinds, (kinds - 1) // gaps, gaps, AGES)
+            np.maximum.accumulate(by_uses, axis=1, out=by_uses)
         return promised
 
     def promise_no_less(self, kinds: _Numbers, ages: _Numbers, than: int) -> npt.NDArray[np.bool_]:
