@@ -8,8 +8,11 @@ BIN    := $(VENV)/bin
 # Where there is no GPU a pinned torch keeps several GB of CUDA packages away.
 TORCH  ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.6,torch==2.13.0)
 
+# Without bytecode every process that a test starts would compile what it imports anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test lint types tests contract vllm sglang newest newest-ready newest-vllm newest-sglang abi remote gpu gpu-ready gpu-tests gpu-engine gpu-sanitize gpu-bench gpu-prefix gpu-carry bench-file \
-	eviction look orders soak cache-soak nightly crash race-mutants cache-mutants monitoring monitoring-files house clean
+	eviction look orders soak cache-soak nightly crash crash-states crash-kills environments race-mutants cache-mutants monitoring monitoring-files house clean
 
 demo: $(VENV)/ready
 	$(BIN)/longshore demo --report demo-report
@@ -25,7 +28,8 @@ types: $(VENV)/ready
 
 # Side by side: a third of the tests' time is waiting for files and processes, so one process more than there are cores,
 # and at most four.
-PROCESSES ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 3 ? cores + 1 : 4)))
+CORES := $(shell getconf _NPROCESSORS_ONLN)
+PROCESSES ?= $(shell echo $$(($(CORES) < 3 ? $(CORES) + 1 : 4)))
 SIDE_BY_SIDE = -n $(PROCESSES) --dist worksteal
 tests: $(VENV)/ready
 	$(BIN)/pytest -q $(SIDE_BY_SIDE)
@@ -39,18 +43,20 @@ $(VENV)/ready: pyproject.toml
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[transformers,report,dev]'
 	touch $@
 
-# The adapter's contract test under every minor version of transformers that pyproject.toml admits; bits and scopes under
-# the oldest and the newest.
+# The adapter's contract test under every minor version of transformers that pyproject.toml admits, one version per core at a
+# time; bits and scopes under the oldest and the newest. That of .venv is left out: `make tests` has run all of this under it.
 TRANSFORMERS ?= 5.18 5.19 5.20 5.21 5.22 5.23
+IN_VENV = $(shell $(BIN)/python -c 'import importlib.metadata as m; print(m.version("transformers").rpartition(".")[0])')
+OTHERS = $(filter-out $(IN_VENV),$(TRANSFORMERS))
+of_contract = $(addprefix tests/engines/transformers/test_,contract.py calls.py \
+	$(if $(filter $(firstword $(TRANSFORMERS)) $(lastword $(TRANSFORMERS)),$1),exactness.py scope.py))
 contract: $(VENV)/ready
-	$(BIN)/python tests/environments.py transformers $(TRANSFORMERS)
-	set -e; for version in $(TRANSFORMERS); do \
-		echo "transformers $$version:"; more=; \
-		case $$version in $(firstword $(TRANSFORMERS))|$(lastword $(TRANSFORMERS))) \
-			more="tests/engines/transformers/test_exactness.py tests/engines/transformers/test_scope.py";; esac; \
-		PYTHONPATH=.venvs/transformers-$$version $(BIN)/pytest -q -p no:cacheprovider -n $(PROCESSES) \
-			tests/engines/transformers/test_contract.py tests/engines/transformers/test_calls.py $$more; \
-	done
+	@echo "transformers $(IN_VENV): in $(VENV), tested by make tests"
+	$(BIN)/python tests/environments.py transformers $(OTHERS)
+	@$(MAKE) --no-print-directory -j $(CORES) --output-sync=target --keep-going $(OTHERS:%=contract-%)
+contract-%:
+	@echo "transformers $*:"
+	@PYTHONPATH=.venvs/transformers-$* $(BIN)/pytest -q -p no:cacheprovider $(call of_contract,$*)
 
 # The adapter of vLLM, with real engines on the CPU, in an environment of its own (3.4 GB, kept outside the checkout);
 # and its contract with the next version, whose modules stand before.
@@ -87,6 +93,13 @@ newest-sglang: newest-ready
 	PYTHONPATH=$(CURDIR)/src:$(CURDIR)/tests/engines/sglang/on_cpu:$(CURDIR)/.venvs/sglang-newest .venvs/sglang-0.5.23/bin/python \
 		-m pytest -q -p no:cacheprovider tests/engines/sglang/test_sglang_contract.py -k this_sglang
 
+# All of them, and what the system lacks, ahead of the targets that need them; .ci/run has them set up while tests run.
+environments: $(VENV)/ready
+	@which redis-server promtool chromium >/dev/null || { apt-get update && apt-get install -y \
+		--no-install-recommends redis-server prometheus chromium fonts-dejavu-core; }
+	$(BIN)/python tests/environments.py transformers $(OTHERS)
+	for each in remote triton vllm sglang; do $(BIN)/python tests/environments.py $$each || exit; done
+
 # What is called by ctypes beside NVIDIA's headers of several versions; and the kernels as the oldest Triton compiles them.
 abi: $(VENV)/ready
 	$(BIN)/pytest -q -p no:cacheprovider tests/abi/abi_headers.py
@@ -99,12 +112,12 @@ abi: $(VENV)/ready
 remote: $(VENV)/ready
 	@command -v redis-server >/dev/null || { apt-get update && apt-get install -y --no-install-recommends redis-server; }
 	$(BIN)/python tests/environments.py remote
-	LONGSHORE_SERVERS=1 PYTHONPATH=.venvs/remote LD_LIBRARY_PATH=$(CURDIR)/.venvs/remote/system $(BIN)/pytest -q -p no:cacheprovider tests/tiers/remote tests/remote
+	LONGSHORE_SERVERS=1 PYTHONPATH=.venvs/remote LD_LIBRARY_PATH=$(CURDIR)/.venvs/remote/system $(BIN)/pytest -q -p no:cacheprovider tests/remote
 
 # Alert rules with Prometheus and promtool from the system, which are installed if they are missing.
 monitoring: $(VENV)/ready
 	@command -v promtool >/dev/null || { apt-get update && apt-get install -y --no-install-recommends prometheus; }
-	LONGSHORE_PROMETHEUS=1 $(BIN)/pytest -q -p no:cacheprovider tests/monitoring
+	LONGSHORE_PROMETHEUS=1 $(BIN)/pytest -q -p no:cacheprovider tests/monitoring/test_rules.py
 
 # What is made from the table of metrics: the reference page, the Grafana board, the alert rules.
 monitoring-files: $(VENV)/ready
@@ -180,8 +193,9 @@ look: $(VENV)/ready
 	LONGSHORE_LOOK=1 LONGSHORE_LOOK_AT=$(LOOK_AT) $(BIN)/pytest -q -p no:cacheprovider tests/report/test_look.py
 
 # The ordering code on the simulated device: every order of small stories, many larger ones by chance.
+SCHEDULES ?= 10000
 orders: $(VENV)/ready
-	$(BIN)/python tests/transfer/order_soak.py --schedules 10000
+	$(BIN)/python tests/transfer/order_soak.py --schedules $(SCHEDULES)
 
 # The same for MINUTES, from FIRST_SEED on.
 MINUTES ?= 30
@@ -208,8 +222,10 @@ nightly: $(VENV)/ready
 # Every state of a simulated disk that is too much for `make test`; then kills a process that writes to a file tier at N
 # random instants, and compares what the next one is served.
 N ?= 300
-crash: $(VENV)/ready
-	STATES=all $(BIN)/pytest -q tests/tiers/test_file_crash.py -k 'slab_change or every_crash_state_serves'
+crash: crash-states crash-kills
+crash-states: $(VENV)/ready
+	STATES=all $(BIN)/pytest -q -p no:cacheprovider tests/tiers/test_file_crash.py -k 'slab_change or every_crash_state_serves'
+crash-kills: $(VENV)/ready
 	$(BIN)/python tests/tiers/kill_kit.py --kills $(N)
 
 # Weakens the ordering code at one place after the other; a test must notice each time.

@@ -75,3 +75,12 @@ def test_impossible_wishes_are_typed_errors(
     with pytest.raises(LongshoreError, match=re.escape(words)):
         CliRunner().invoke(app, ["demo", *arguments], catch_exceptions=False)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("arguments", [("--set", "offload"), ("--dir", "/proc/nope")])
+def test_wrong_settings_are_refused_before_torch_is_imported(
+    arguments: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "longshore.cli.demo_runs", None)
+    with pytest.raises(LongshoreError, match="KEY=VALUE|/proc/nope"):
+        CliRunner().invoke(app, ["demo", *arguments], catch_exceptions=False)

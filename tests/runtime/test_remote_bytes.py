@@ -173,7 +173,7 @@ def test_an_answer_that_comes_too_late_changes_nothing(background: bool) -> None
 
 
 def test_a_silent_store_costs_nothing_but_counted_misses() -> None:
-    machine = Machine({}, probe_timeout=0.02, write_timeout=0.05, load_timeout=0.05)
+    machine = Machine({}, probe_timeout=0.02, write_timeout=0.05)
     machine.store.silent = True
     written = machine.offload(3)
     for _ in range(3):
@@ -203,7 +203,9 @@ def test_store_that_falls_silent_during_a_fetch_misses() -> None:
     assert reader.misses()[MissReason.DEADLINE] == 2
     assert reader.cache.stats()[0].used == 0
     reader.store.silent = False
-    assert reader.prefetch() == 2
+    give_up = time.monotonic() + TIMEOUT
+    while reader.prefetch() < 2:  # a busy machine may take longer than `load_timeout`
+        assert time.monotonic() < give_up
     reader.close()
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from longshore.errors import TierError
 from longshore.testing import TierHarness
-from longshore.tiers.file import FileTier
+from longshore.tiers.file import FileTier, recovery
 from longshore.tiers.file.index import journal_records_for
 from mappings import open_files
 from plain_io import PlainIo
@@ -65,6 +65,21 @@ def test_one_thread_does_it_where_the_system_has_a_queue(opener: Callable[..., F
     assert len(set(threading.enumerate()) - before) == 1
     tier.close()
     assert set(threading.enumerate()) == before
+
+
+def test_headers_are_read_by_no_more_threads_than_slabs(
+    opener: Callable[..., FileTier], directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    pool = recovery.ThreadPoolExecutor
+    monkeypatch.setattr(recovery, "ThreadPoolExecutor", lambda workers: asked.append(workers) or pool(workers))
+    for slots in (2, 40):
+        tier = opener(slots=slots)
+        tier.close()
+        for name in ("index.0", "index.1"):
+            (directory / name).unlink()
+        opener(slots=slots).close()
+        assert asked[-1] == min(tier.slabs.slabs, 16)
 
 
 def test_checkpoint_without_a_thread_is_counted_and_delays_nothing(

@@ -42,15 +42,15 @@ def demo(
     evicts, which tiered must equal bit for bit. [bold]recompute[/]: the small device cache alone, which tiered must
     beat. Exit status 1 if a token or log-probability differs.
     """
+    wanted, parent = report.check(), existing("--dir", directory or Path.cwd())
+    options = replace(options, settings=settings_of(settings or ()))
     prepare_environment(options.attention)
     try:
         from longshore.cli.demo_runs import run_demo  # noqa: PLC0415 - torch is slow to import
     except ImportError as error:
         raise EngineError(f"{error}; the demo needs an extra: {with_extra('transformers')}") from error
-    wanted = report.check()
-    options = replace(options, settings=settings_of(settings or ()))
     console = console_on(stderr=True)
-    with _scratch(existing("--dir", directory or Path.cwd())) as scratch:
+    with _scratch(parent) as scratch:
         result = run_demo(options, scratch, console)
     about = provenance(SEED)
     if as_json:

@@ -1,5 +1,6 @@
 """These tests run where vLLM is installed: `make vllm` sets up such an environment, and fails where it cannot."""
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -15,7 +16,7 @@ _is_installed = (
 collect_ignore_glob = [] if _is_installed else ["test_*"]
 
 if _is_installed:
-    from engine_runs import Answers, Serve, Zygote, ask_oracle, run_engine
+    from engine_runs import Answers, Serve, Zygote, ask_oracle, once_without_tiers, run_engine
     from parts_kit import Engine, engine_of
     from vllm_kit import Rig
 
@@ -45,8 +46,10 @@ if _is_installed:
     @pytest.fixture(scope="session")
     def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
         """Runs one engine in a process of its own."""
-        zygote = Zygote()
-        yield partial(run_engine, zygote, tmp_path_factory.mktemp("engines"))
+        zygote, base = Zygote(), tmp_path_factory.getbasetemp()
+        shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # that of a worker lies in that of all
+        run = partial(run_engine, zygote, tmp_path_factory.mktemp("engines"))
+        yield once_without_tiers(run, shared / "without-tiers")
         zygote.close()
 
     @pytest.fixture(scope="session")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
 import json
 import os
 import random
@@ -108,6 +110,24 @@ def run_engine(
         raise AssertionError(f"exit status {status}\n{out[-2000:]}\n{errors[-4000:]}")
     said = json.loads(lines[-1].removeprefix(MARK))
     return Served([each for each in said["results"] if each], said["counters"])
+
+
+def once_without_tiers(serve: Serve, shared: Path) -> Serve:
+    """`serve`, but an engine without tiers answers the same steps once for all processes that share a directory."""
+    shared.mkdir(exist_ok=True)
+
+    def run(model: str, steps: Steps, extra: dict[str, Any] | None, blocks: int, **more: Any) -> Served:
+        if extra is not None or "saved" in more:
+            return serve(model, steps, extra, blocks, **more)
+        asked_for = json.dumps([model, steps, blocks, more], sort_keys=True)
+        kept = shared / f"{hashlib.sha256(asked_for.encode()).hexdigest()}.json"
+        with kept.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not kept.exists():
+                kept.write_text(json.dumps(serve(model, steps, extra, blocks, **more)))
+        return Served(*json.loads(kept.read_text()))
+
+    return run
 
 
 def ask_oracle(serve: Serve, model: str, plain: dict[str, Any] | None = None, **more: Any) -> Answers:

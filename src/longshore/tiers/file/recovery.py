@@ -223,9 +223,10 @@ def scan(segment: Segment, slabs: Slabs) -> Entries:
             if (header := _header(segment, slabs, slot, size_class, page)) is not None
         ]
 
-    ranges = [range(first, slabs.slabs, _THREADS) for first in range(_THREADS)]
+    count = max(1, min(_THREADS, slabs.slabs))
+    ranges = [range(first, slabs.slabs, count) for first in range(count)]
     try:
-        with ThreadPoolExecutor(_THREADS) as threads:
+        with ThreadPoolExecutor(count) as threads:
             found = [header for some in threads.map(headers, ranges) for header in some]
     except RuntimeError as error:
         message = "recovery: %s: reading record headers one by one, which is slower: cannot start threads: %s"
