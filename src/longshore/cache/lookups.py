@@ -424,7 +424,7 @@ class Lookups:
         self._advance(now)
         return self._remote.fetch(keys, end, nodes, size_class, self._transfers.now + longest)
 
-    def warm(self, keys: Sequence[Key] | Residency, group: int) -> tuple[Sequence[Key], I32]:
+    def in_host(self, keys: Sequence[Key] | Residency, group: int) -> tuple[Sequence[Key], I32]:
         """Keys and nodes of chunks of `group`. Raises `CacheError` unless all are ready in the host tier."""
         index = self._state.index
         mine, at = nodes_of(index, keys)
