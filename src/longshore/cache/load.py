@@ -152,7 +152,7 @@ class Loader:
         job = self._transfers.new_id()
         if count:
             if state.windows.used:
-                state.windows.serve(at.tolist())
+                state.windows.mark_used(at.tolist())
             state.set_request(request_number)
             state.touch(at[::-1])
         record = self._transfers.schedule(job, keys, [None] * len(slots), TierSlots(0, slots), None, command=False)

@@ -151,7 +151,7 @@ class Leases:
         for chunks in record.groups:
             nodes = [node for ref in chunks.refs if (node := ref.node)]
             if chunks.independent:
-                self._state.windows.serve(nodes)
+                self._state.windows.mark_used(nodes)
             elif nodes:
                 nodes = self._state.index.path(nodes[0], chunks.positions[-1] - chunks.positions[0] + 1)
             self._state.touch(nodes if not chunks.independent else nodes[::-1])
