@@ -590,5 +590,6 @@ def check_size(setting: str, size: int, least: int) -> None:
     """Raise `ConfigError` if `size` bytes are less than the `least` bytes of an image."""
     if size < least:
         raise ConfigError(
-            f"{setting} is {format_bytes(size)}, but one chunk image of this model needs {format_bytes(least)}"
+            f"{setting} is {format_bytes(size)}, but one chunk image of this model needs {format_bytes(least)}: "
+            "raise it, or lower blocks_per_chunk"
         )

@@ -66,7 +66,7 @@ def send_signed(
     Raises `RemoteError` without an answer, `TierError` without an access key.
     """
     if (key := key_pair(settings)) is None:
-        raise TierError("no access key is set: one from an instance or a container is known to obstore alone")
+        raise TierError(f"no access key: set {USER_VARIABLE} and {PASSWORD_VARIABLE}; no other keys are read here")
     region = settings.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
     endpoint = settings.endpoint or f"https://s3.{region}.amazonaws.com"
     now = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
