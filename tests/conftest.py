@@ -61,14 +61,14 @@ def edges_taken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
     taken: Counter[Edge] = Counter()
 
-    step = pool.step
+    transition = pool.transition
 
     def counted(state: int, to: int, where: str = "") -> int:
-        after = step(state, to, where)
+        after = transition(state, to, where)
         taken[pool.STATES[state], pool.STATES[to]] += 1
         return after
 
-    monkeypatch.setattr(pool, "step", counted)
+    monkeypatch.setattr(pool, "transition", counted)
     yield taken
     told = [(before.value, after.value, count) for (before, after), count in taken.items()]
     request.node.user_properties.append((_EDGES_TAKEN, told))

@@ -330,7 +330,7 @@ def test_stores_are_one_url_or_several_in_order(given: Any, urls: tuple[str, ...
         ("http://host", "expected a URL of one of redis, rediss, valkey, valkeys, redis-cluster, rediss-cluster"),
         ("valkey://a file://relative", "expected file:///PATH with an absolute path"),
         ("valkey://host?ttl=soon", "ttl: expected a time such as 500ms, 30s or 1h"),
-        ("valkey://host/0 redis://host:6379/0?ttl=1h", "expected stores that differ"),
+        ("valkey://host/0 redis://host:6379/0?ttl=1h", "expected a different URL for each remote store"),
     ],
 )
 def test_invalid_store_is_refused_with_what_is_allowed(given: Any, allowed: str) -> None:

@@ -220,7 +220,7 @@ class Config(BaseModel):
         except ConfigError as error:
             raise ValueError(str(error)) from None
         if len(set(stores)) < len(stores):
-            raise ValueError("expected stores that differ")
+            raise ValueError("expected a different URL for each remote store")
         return tuple(urls)
 
     @field_validator("peer_networks", mode="before")
@@ -361,7 +361,8 @@ class Config(BaseModel):
         available = available_memory()
         if self.host_size > available:
             raise ConfigError(
-                f"host_size is {format_bytes(self.host_size)}, but only {format_bytes(available)} of memory is free"
+                f"host_size is {format_bytes(self.host_size)}, but only {format_bytes(available)} of memory is free: "
+                "lower it, or free memory"
             )
         if isinstance(self.host_numa, int) and not _NODES.joinpath(f"node{self.host_numa}").exists():
             nodes = sorted(int(path.name.removeprefix("node")) for path in _NODES.glob("node[0-9]*"))
@@ -377,7 +378,8 @@ class Config(BaseModel):
         free = shutil.disk_usage(existing).free + ours
         if self.file_size > free:
             raise ConfigError(
-                f"file_size is {format_bytes(self.file_size)}, but only {format_bytes(free)} is free at {path}"
+                f"file_size is {format_bytes(self.file_size)}, but only {format_bytes(free)} is free at {path}: lower "
+                "it, or free space"
             )
 
 

@@ -40,9 +40,9 @@ from longshore.tiers.remote import ClusterTier, RemoteSettings, RemoteTier, open
 from longshore.tiers.remote.bucket import expiry_days
 from longshore.tiers.remote.cluster import SLOTS, SlotMap, read_slots
 from longshore.tiers.remote.format import HEADER_BYTES, VERSION, version_of
-from longshore.tiers.remote.resp import RespSession, RespStore
+from longshore.tiers.remote.resp import RespClient, RespSession
 from longshore.tiers.remote.settings import PASSWORD_VARIABLE, USER_VARIABLE
-from longshore.tiers.remote.work import StoreError
+from longshore.tiers.remote.work import RemoteError
 
 PROBED = 512
 """Keys that one probe asks for."""
@@ -147,7 +147,7 @@ def _server(settings: RemoteSettings, slots: SlotMap | None = None) -> Iterator[
         try:
             with _session(settings) as session:
                 said = list(check(session, time.monotonic() + max(settings.connect_timeout, _CALL_SECONDS), settings))
-        except (StoreError, TierError) as error:
+        except (RemoteError, TierError) as error:
             if check is _answers:
                 yield BROKEN, str(error), _advice(error, settings)
                 return
@@ -158,7 +158,7 @@ def _server(settings: RemoteSettings, slots: SlotMap | None = None) -> Iterator[
 
 def _session(settings: RemoteSettings) -> contextlib.closing[RespSession]:
     """A connection to this server; a node of a cluster answers, though keys are elsewhere."""
-    store = RespStore(settings, time.monotonic, 1 << 20)
+    store = RespClient(settings, time.monotonic, 1 << 20)
     return contextlib.closing(store.at(settings, lambda *_: None).connect())
 
 
@@ -181,12 +181,12 @@ def _advice(error: Exception, settings: RemoteSettings) -> str:
         return f"it has no database {settings.db}: use a smaller number, or raise its `databases` (16 by default)"
     if "TLS" in text or "certificates" in text:
         return "check ca_file (the authority that signed the server's certificate), server_name and the port"
-    if isinstance(error, StoreError) and error.reason == "timeout":
+    if isinstance(error, RemoteError) and error.reason == "timeout":
         return (
             "look whether the server hangs (a stopped process still accepts connections), or whether the way is long: "
             f"then raise ?connect_timeout= ({settings.connect_timeout:g} s)"
         )
-    if isinstance(error, StoreError) and error.reason == "connection":
+    if isinstance(error, RemoteError) and error.reason == "connection":
         return (
             "start it; check host and port, its `bind` and `protected-mode`, and firewalls. A port that speaks TLS "
             "needs valkeys://"
@@ -258,7 +258,7 @@ def _cluster(settings: RemoteSettings) -> Iterator[Finding]:
             with _session(settings.node(host, port)) as session:
                 slots = read_slots(session, host, time.monotonic() + _CALL_SECONDS)
             break
-        except (StoreError, TierError) as error:
+        except (RemoteError, TierError) as error:
             failures.append((WARNING, f"{host}:{port}: {error}", _advice(error, settings)))
     else:
         yield from ((BROKEN, what, advice) for _, what, advice in failures)
@@ -342,7 +342,7 @@ def _objects(settings: RemoteSettings) -> Iterator[Finding]:
         with _open_session(settings) as session:
             session.check(time.monotonic() + settings.connect_timeout)
             headers, versions = session.headers(_SAMPLED)
-    except (StoreError, TierError) as error:
+    except (RemoteError, TierError) as error:
         bucket = "check endpoint, region and the bucket's name; a proxy named by HTTP_PROXY holds here as well"
         master = "start mooncake_master, and machines that give it memory (mooncake_client); check host and port"
         what, _, said = str(error).partition(": ")
@@ -369,7 +369,7 @@ def _lifecycle(settings: RemoteSettings) -> Finding:
     where = f"{settings.path}/ls1/".lstrip("/")
     try:
         days = expiry_days(settings)
-    except (StoreError, TierError) as error:
+    except (RemoteError, TierError) as error:
         advice = f"allow s3:GetLifecycleConfiguration, or look yourself whether a rule expires objects under {where}"
         return WARNING, f"its lifecycle rules could not be read: {error}", advice
     if days is not None:
@@ -410,7 +410,7 @@ class _Trial:
             try:
                 with _open_session(self._settings) as session:
                     session.remove(namespace)
-            except StoreError as error:
+            except RemoteError as error:
                 what = f"the images of this check remain under ls1/{namespace.hex()}: {error}"
                 yield WARNING, what, "allow s3:DeleteObject, or remove them yourself"
 

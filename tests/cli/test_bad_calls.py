@@ -311,7 +311,7 @@ $ vllm-config --host-size large
 $ vllm-config --host-size 99999999PiB
 2 host_size = '99999999PiB': a size is at most 1 EiB (bytes of host memory for chunk images)
 $ vllm-config --host-size 900TiB
-2 host_size is 900.0 TiB, but only * of memory is free
+2 host_size is 900.0 TiB, but only * of memory is free: lower it, or free memory
 $ vllm-config --host-size -1GiB
 2 host_size = '-1GiB': a size is a whole number of bytes, or text such as '64GiB' or '1.5TB' (bytes of host *
 $ vllm-config --host-size 0
@@ -325,7 +325,7 @@ $ vllm-config --host-size 1MiB --file-path kv
 $ vllm-config --host-size 1MiB --file-path empty --file-size 1MiB
 2 file_path is empty, but empty is not a directory
 $ vllm-config --host-size 1MiB --file-path kv --file-size 900PiB
-2 file_size is 900.0 PiB, but only * is free at kv
+2 file_size is 900.0 PiB, but only * is free at kv: lower it, or free space
 $ vllm-config --host-size 1MiB --blocks-per-chunk 0
 2 blocks_per_chunk = '0': expected a whole number of at least 1 and at most 4,096 (device blocks in one chunk image)
 $ vllm-config --host-size 64
@@ -399,9 +399,9 @@ $ demo --requests 1
 $ demo --requests 2 --set host_size=900TiB
 2 the longest request needs 15 blocks, but 25% of the working set of 24 blocks is only 6: raise --device-share to 0.63
 $ demo --requests 8 --set host_size=1
-2 host_size is 1 B, but one chunk image of this model needs 384.0 KiB
+2 host_size is 1 B, but one chunk image of this model needs 384.0 KiB: raise it, or lower blocks_per_chunk
 $ demo --requests 8 --set file_size=1KiB
-2 file_size is 1.0 KiB, but one chunk image of this model needs 524.0 KiB
+2 file_size is 1.0 KiB, but one chunk image of this model needs 524.0 KiB: raise it, or lower blocks_per_chunk
 $ gc
 2 Missing argument *; see longshore gc --help
 $ gc gone

@@ -28,7 +28,7 @@ from longshore.tiers.remote import cluster as cluster_module
 from longshore.tiers.remote import open_store
 from longshore.tiers.remote.cluster import slot_of
 from longshore.tiers.remote.format import address
-from longshore.tiers.remote.work import StoreError
+from longshore.tiers.remote.work import RemoteError
 
 NUMBERS = range(24)
 
@@ -131,7 +131,7 @@ def test_without_a_map_nodes_redirect(
     own_cluster: LocalCluster, opened: Callable[..., TierHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unreadable(*_: object) -> None:
-        raise StoreError("broken", "no map")
+        raise RemoteError("broken", "no map")
 
     monkeypatch.setattr(cluster_module, "read_slots", unreadable)
     harness = opened(f"{own_cluster.url}?{PATIENT}")

@@ -24,7 +24,7 @@ from longshore.tiers.arena import Arena
 from longshore.tiers.base import Op, Tier
 from longshore.tiers.remote import RemoteTier, parse_url
 from longshore.tiers.remote.s3 import S3Session
-from longshore.tiers.remote.work import StoreError
+from longshore.tiers.remote.work import RemoteError
 
 NEVER = 10**9
 
@@ -116,7 +116,7 @@ def test_a_changed_access_key_is_used_by_open_sessions(weed: LocalS3, tmp_path: 
     changed = replace(settings, password_file=str(tmp_path / "secret"))
     (tmp_path / "secret").write_text("of nobody")
     session = S3Session(changed, time.monotonic)
-    with pytest.raises(StoreError, match="set the right access key"):
+    with pytest.raises(RemoteError, match="set the right access key"):
         session.check(math.inf)
     (tmp_path / "secret").write_text(Path(settings.password_file).read_text())
     until(lambda: is_open(session))  # obstore asks for the key again after 100 ms
@@ -125,7 +125,7 @@ def test_a_changed_access_key_is_used_by_open_sessions(weed: LocalS3, tmp_path: 
 def is_open(session: S3Session) -> bool:
     try:
         session.check(math.inf)
-    except StoreError:
+    except RemoteError:
         return False
     return True
 

@@ -18,7 +18,7 @@ from longshore.testing.tier_harness import image, key
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import Op, Tier
 from longshore.tiers.remote import RemoteTier
-from longshore.tiers.remote.resp import RespStore
+from longshore.tiers.remote.resp import RespClient
 
 
 class _Conformance(TierTests):
@@ -244,7 +244,7 @@ def test_a_server_that_takes_no_writes_serves_reads(
         assert ask(harness, 1, number) == (True, False)
         assert tier.failures["breaker"] == 0
         assert f"takes no writes: the server answered {reason}" in caplog.text
-        session = RespStore(tier.settings, time.monotonic, IMAGE).connect()
+        session = RespClient(tier.settings, time.monotonic, IMAGE).connect()
         session.check(time.monotonic() + TIMEOUT)  # as an open breaker does
         session.close()
 

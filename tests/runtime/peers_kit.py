@@ -17,7 +17,7 @@ from longshore.layout import from_rows
 from longshore.runtime.peer_server import PeerServer
 from longshore.runtime.stack import Stack, open_stack
 from longshore.tiers.remote.format import HEADER_BYTES
-from longshore.tiers.remote.resp import RespSession, RespStore
+from longshore.tiers.remote.resp import RespClient, RespSession
 from longshore.tiers.remote.settings import parse_url
 from longshore.transfer import CpuDevice
 
@@ -56,7 +56,7 @@ def session_of(server: PeerServer, options: str = "") -> RespSession:
     host = server.settings.host.strip("[]")
     scheme = server.settings.scheme
     settings = parse_url(f"{scheme}://{host}:{server.settings.port}?{PATIENT}{options}")
-    return RespStore(settings, time.monotonic, 8192).connect()
+    return RespClient(settings, time.monotonic, 8192).connect()
 
 
 def connected(server: PeerServer) -> socket.socket:

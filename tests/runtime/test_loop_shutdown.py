@@ -175,7 +175,7 @@ def test_tier_that_cannot_store_a_reset_is_disabled(tmp_path: Path, monkeypatch:
     def fail(generation: int) -> None:
         raise TierError("the medium is full")
 
-    monkeypatch.setattr(machine.file, "forget", fail)
+    monkeypatch.setattr(machine.file, "reset", fail)
     with machine.runtime.batch() as cache:
         cache.reset()
         job = cache.store({0: GroupKeys(path(1))}, {0: [0]})[0].job

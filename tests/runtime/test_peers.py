@@ -47,9 +47,9 @@ from longshore.tiers.file import capacity_for
 from longshore.tiers.remote.cluster import ClusterNode
 from longshore.tiers.remote.format import address
 from longshore.tiers.remote.peers import PeerTier, parse_peer
-from longshore.tiers.remote.resp import COMING, RespStore
+from longshore.tiers.remote.resp import COMING, RespClient
 from longshore.tiers.remote.settings import parse_url
-from longshore.tiers.remote.work import StoreError
+from longshore.tiers.remote.work import RemoteError
 
 Serve = Callable[..., PeerServer]
 
@@ -139,12 +139,12 @@ def test_nothing_is_written_or_told_without_the_password(
     here = parse_url(f"valkey://127.0.0.1:{server.settings.port}?{PATIENT}")
     name = address(prefiller.scope.digest, KEYS[0])
     with pytest.raises(Exception, match="NOAUTH"):
-        RespStore(here, time.monotonic, 8192).connect().lengths([name], soon())
+        RespClient(here, time.monotonic, 8192).connect().lengths([name], soon())
     wrong = parse_url(f"valkey://127.0.0.1:{server.settings.port}?{PATIENT}&password_file={tmp_path}/wrong")
     with pytest.raises(Exception, match="WRONGPASS"):
-        RespStore(wrong, time.monotonic, 8192).connect()
+        RespClient(wrong, time.monotonic, 8192).connect()
     right = parse_url(f"valkey://127.0.0.1:{server.settings.port}?{PATIENT}&password_file={tmp_path}/right")
-    session = RespStore(right, time.monotonic, 8192).connect()
+    session = RespClient(right, time.monotonic, 8192).connect()
     assert session.lengths([name], soon()) == [VALUE]
     with pytest.raises(Exception, match="READONLY"):
         session.call(b"SET", name, b"x", deadline=soon())
@@ -353,7 +353,7 @@ def test_tls(prefiller: Stack, serve: Serve, tmp_path: Path, monkeypatch: pytest
         assert client.recv(1) == b""
     assert server.dropped == {"tls": 1, "late": 1}
     server = serve(f"valkeys://127.0.0.1:{{port}}?cert_file={certificate}&key_file={private}&ca_file={certificate}")
-    with pytest.raises(StoreError):  # a client without a certificate
+    with pytest.raises(RemoteError):  # a client without a certificate
         session_of(server, f"&ca_file={certificate}").call(b"PING", deadline=soon())
     until(lambda: server.dropped == {"tls": 1})
     with pytest.raises(ConfigError, match="cannot be used"):

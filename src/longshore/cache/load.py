@@ -36,7 +36,7 @@ LOAD_BATCH = 16
 class Batch(NamedTuple):
     """Chunks of one load job: `parents` are their parent keys, `tiers` and `slots` the copies to read.
 
-    `warm`: all of them are ready in the host tier.
+    `in_host`: all of them are ready in the host tier.
     """
 
     nodes: Sequence[int]
@@ -44,14 +44,14 @@ class Batch(NamedTuple):
     parents: Sequence[Key | None]
     tiers: Sequence[int]
     slots: Sequence[int]
-    warm: bool
+    in_host: bool
 
 
-def _batches(warm: int, count: int) -> Iterator[tuple[int, int]]:
+def _batches(in_host: int, count: int) -> Iterator[tuple[int, int]]:
     """The leading run in the host tier, which needs no read; then `LOAD_BATCH` chunks at a time."""
-    if warm:
-        yield 0, warm
-    for start in range(warm, count, LOAD_BATCH):
+    if in_host:
+        yield 0, in_host
+    for start in range(in_host, count, LOAD_BATCH):
         yield start, min(start + LOAD_BATCH, count)
 
 
@@ -82,14 +82,14 @@ class Loader:
         first_block = chunks.positions[0] * per_chunk + skip
         load, wait = self._begin(timeout)
         path = state.index.path(tail, leased)[leased - len(keys) :][::-1] if tail else state.index.loadable_nodes(keys)
-        tiers, slots, warm = self._claim(load, path, keys)
+        tiers, slots, in_host = self._claim(load, path, keys)
         path = path[: len(tiers)]
         load.not_scheduled += [state.miss_reason(key) for key in keys[len(path) + len(load.not_scheduled) :]]
         above = state.index.parent_keys(path[:1])[0] if path else None
-        for start, end in _batches(warm, len(path)):
+        for start, end in _batches(in_host, len(path)):
             here = slice(start, end)
             parents = [above, *keys[start : end - 1]]
-            batch = Batch(path[here], keys[here], parents, tiers[here], slots[here], warm=end <= warm)
+            batch = Batch(path[here], keys[here], parents, tiers[here], slots[here], in_host=end <= in_host)
             above = keys[end - 1]
             taken = min(len(blocks), len(batch.nodes) * per_chunk - first_block % per_chunk)
             sections = (Section(chunks.group, first_block, tuple(blocks[:taken])),)
@@ -117,9 +117,9 @@ class Loader:
         if len(nodes) < len(keys):
             load.not_scheduled = [state.miss_reason(key) for key in keys]
             return load
-        tiers, slots, warm = self._claim(load, nodes, keys)
+        tiers, slots, in_host = self._claim(load, nodes, keys)
         if tiers:
-            batch = Batch(nodes, keys, state.index.parent_keys(nodes), tiers, slots, warm=warm == len(nodes))
+            batch = Batch(nodes, keys, state.index.parent_keys(nodes), tiers, slots, in_host=in_host == len(nodes))
             self._schedule_batch(load, wait, batch, tuple(sections), by_layer=by_layer)
         return load
 
@@ -152,7 +152,7 @@ class Loader:
         job = self._transfers.new_id()
         if count:
             if state.windows.used:
-                state.windows.serve(at.tolist())
+                state.windows.mark_used(at.tolist())
             state.set_request(request_number)
             state.touch(at[::-1])
         record = self._transfers.schedule(job, keys, [None] * len(slots), TierSlots(0, slots), None, command=False)
@@ -169,30 +169,30 @@ class Loader:
         at = i32_view(index.slot[0])[np.array(path, np.int32)]
         absent = (at < 0).nonzero()[0].tolist()
         i32_view(pools[0].readers)[at[at >= 0]] += 1
-        warm = count_leading(u8_view(pools[0].state)[at[: absent[0] if absent else len(path)]] == READY)
+        in_host = count_leading(u8_view(pools[0].state)[at[: absent[0] if absent else len(path)]] == READY)
         slots, tiers = at.tolist(), [0] * len(path)
         for i in absent:
             tier = tiers[i] = index.warmest_ready(path[i])
             slots[i] = index.slot[tier][path[i]]
             pools[tier].readers[slots[i]] += 1
-        return tiers, slots, warm
+        return tiers, slots, in_host
 
     def _claim(self, load: Load, path: Sequence[int], keys: Sequence[Key]) -> tuple[list[int], list[int], int]:
         """`_add_readers`, and make room in the host tier for those that it lacks, if necessary without backups.
 
         Chunks from the first without room on are not loaded; if `load.is_whole`, none is.
         """
-        tiers, slots, warm = self._add_readers(path)
-        cold = [i for i, tier in enumerate(tiers) if tier]
-        self._state.log.by = keys[cold[0]] if cold else None
-        lacking, evictor = [path[i] for i in cold], self._transfers.evictor
-        if (room := evictor.room_for(0, lacking, spare_dirty=True)) < len(cold):
+        tiers, slots, in_host = self._add_readers(path)
+        colder = [i for i, tier in enumerate(tiers) if tier]
+        self._state.log.by = keys[colder[0]] if colder else None
+        lacking, evictor = [path[i] for i in colder], self._transfers.evictor
+        if (room := evictor.room_for(0, lacking, spare_dirty=True)) < len(colder):
             room = evictor.room_for(0, lacking, spare_dirty=False)
-        if room < len(cold):
-            cut = 0 if load.is_whole else cold[room]
+        if room < len(colder):
+            cut = 0 if load.is_whole else colder[room]
             self._cut(load, tiers[cut:], slots[cut:])
-            return tiers[:cut], slots[:cut], warm
-        return tiers, slots, warm
+            return tiers[:cut], slots[:cut], in_host
+        return tiers, slots, in_host
 
     def _cut(self, load: Load, tiers: Sequence[int], slots: Sequence[int]) -> None:
         """There is no room for the first of these copies: none of them is loaded."""
@@ -211,26 +211,26 @@ class Loader:
         tokens: int | None = None,
     ) -> None:
         names = self._state.tier_names
-        warm = list(batch.slots)
-        if batch.warm:
-            load.sources += [names[0]] * len(warm)
+        in_host = list(batch.slots)
+        if batch.in_host:
+            load.sources += [names[0]] * len(in_host)
         else:
             load.sources += [names[self._state.index.warmest_ready(node)] for node in batch.nodes]
             for tier in sorted({tier for tier in batch.tiers if tier}):
                 chosen = [i for i, each in enumerate(batch.tiers) if each == tier]
                 job = self._transfers.schedule_copies([batch.nodes[i] for i in chosen], tier, 0, has_readers=True)
                 for i, slot in zip(chosen, job.destination.slots if job.destination else (), strict=True):
-                    warm[i] = slot
+                    in_host[i] = slot
                     self._state.pools[0].readers[slot] += 1
         load.jobs.append(
             self._transfers.schedule(
                 self._transfers.new_id(),
                 batch.keys,
                 batch.parents,
-                TierSlots(0, warm),
+                TierSlots(0, in_host),
                 None,
                 sections=sections,
-                after=self._transfers.join(wait, warm),
+                after=self._transfers.join(wait, in_host),
                 load=load,
                 deadline=wait.deadline,
                 by_layer=by_layer,
@@ -296,7 +296,7 @@ class Prefetcher:
         self.queue.clear()
 
     def proceed(self) -> None:
-        """Order reads of queued prefetches for which room was made; end waits for which no room can be made.
+        """Schedule reads of queued prefetches for which room was made; end waits for which no room can be made.
 
         Does nothing unless the queue or the cache has changed. The chunks in the host tier of the first prefetch
         that lacks room, and of those before it, are not evicted.
@@ -347,19 +347,19 @@ class Prefetcher:
         state, transfers, path = self._state, self._transfers, self._path(record)
         state.set_request(record.request_number)
         transfers.join(wait, [slot for node in path if (slot := state.index.slot[0][node]) >= 0])
-        cold = [i for i, node in enumerate(path) if state.index.slot[0][node] < 0]
-        wait.lacks_room = waits_its_turn and bool(cold)
-        if wait.lacks_room or not cold:
+        colder = [i for i, node in enumerate(path) if state.index.slot[0][node] < 0]
+        wait.lacks_room = waits_its_turn and bool(colder)
+        if wait.lacks_room or not colder:
             transfers.waits.begin(wait)
             return
-        state.log.by = state.index.key[path[cold[0]]]
-        warm = state.retained_in_host
-        state.retain_in_host(warm.union(path))
-        room = self._offloader.make_clean_room([path[i] for i in cold], back_up=wait.blocks_request)
-        state.retain_in_host(warm & state.retained_in_host)
-        wait.lacks_room, cold = wait.blocks_request and room < len(cold), cold[:room]
-        for start in range(0, len(cold), LOAD_BATCH):
-            chosen = cold[start : start + LOAD_BATCH]
+        state.log.by = state.index.key[path[colder[0]]]
+        in_host = state.retained_in_host
+        state.retain_in_host(in_host.union(path))
+        room = self._offloader.make_clean_room([path[i] for i in colder], back_up=wait.blocks_request)
+        state.retain_in_host(in_host & state.retained_in_host)
+        wait.lacks_room, colder = wait.blocks_request and room < len(colder), colder[:room]
+        for start in range(0, len(colder), LOAD_BATCH):
+            chosen = colder[start : start + LOAD_BATCH]
             warmest = {path[i]: state.index.warmest_ready(path[i]) for i in chosen}
             for tier in sorted(set(warmest.values())):
                 nodes = [node for node, each in warmest.items() if each == tier]

@@ -151,7 +151,7 @@ class Leases:
         for chunks in record.groups:
             nodes = [node for ref in chunks.refs if (node := ref.node)]
             if chunks.independent:
-                self._state.windows.serve(nodes)
+                self._state.windows.mark_used(nodes)
             elif nodes:
                 nodes = self._state.index.path(nodes[0], chunks.positions[-1] - chunks.positions[0] + 1)
             self._state.touch(nodes if not chunks.independent else nodes[::-1])
@@ -424,7 +424,7 @@ class Lookups:
         self._advance(now)
         return self._remote.fetch(keys, end, nodes, size_class, self._transfers.now + longest)
 
-    def warm(self, keys: Sequence[Key] | Residency, group: int) -> tuple[Sequence[Key], I32]:
+    def in_host(self, keys: Sequence[Key] | Residency, group: int) -> tuple[Sequence[Key], I32]:
         """Keys and nodes of chunks of `group`. Raises `CacheError` unless all are ready in the host tier."""
         index = self._state.index
         mine, at = nodes_of(index, keys)

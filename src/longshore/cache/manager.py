@@ -269,9 +269,9 @@ class TieredCache:
                 raise CacheError("expected no `blocks` and no `start` with chunks that the engine reads itself")
             self._device.check(())
             self._state.check_request_number(request_number)
-            warm = [self._lookups.warm(path.chunks, group) for group, path in paths.items()]
-            self._remote.found([key for keys, _ in warm for key in keys])
-            lease_slots, pairs = self._loader.lease_slots, zip(paths, warm, strict=True)
+            in_host = [self._lookups.in_host(path.chunks, group) for group, path in paths.items()]
+            self._remote.found([key for keys, _ in in_host for key in keys])
+            lease_slots, pairs = self._loader.lease_slots, zip(paths, in_host, strict=True)
             jobs = tuple(
                 LoadJob(*lease_slots(*found, request_number, origins, is_first=not group, count=count))
                 for group, found in pairs
@@ -418,7 +418,7 @@ class TieredCache:
         return max(0, most) - left
 
     def back_up_all(self) -> bool:
-        """Order backups of all chunks that only the host tier has; returns whether no mover has a job in flight."""
+        """Schedule backups of all chunks that only the host tier has; returns whether no mover has a job in flight."""
         self._offloader.back_up(all_of_host=True)
         return not any(job.commanded for job in self._transfers.jobs.values())
 
@@ -565,7 +565,7 @@ class TieredCache:
         return ScheduledLoad(sum(job.num_chunks for job in jobs), jobs)
 
     def _proceed(self) -> None:
-        """Order prefetches that have waited for room, then backups."""
+        """Schedule prefetches that have waited for room, then backups."""
         if self._prefetcher.queue:
             self._prefetcher.proceed()
         changed, self._changes_backed_up = self._changes_backed_up != self._state.changes, self._state.changes

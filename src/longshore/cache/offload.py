@@ -70,7 +70,7 @@ class Offloader:
         stream: bool = False,
         request_number: int | None = None,
     ) -> ScheduledStore:
-        """Order the offload of chunks of a path that are in no tier. `nodes` is the result of `check`.
+        """Schedule the offload of chunks of a path that are in no tier. `nodes` is the result of `check`.
 
         `blocks` is `None` if the engine moves the bytes.
         """
@@ -233,7 +233,7 @@ class Offloader:
     def _schedule_independent(
         self, keys: Sequence[Key], wanted: Sequence[int], first: int, blocks: Sequence[int] | None, group: int
     ) -> tuple[int | None, list[int]]:
-        """Order the offload of the chunks at `wanted`, for which there is room; returns job and slots."""
+        """Schedule the offload of the chunks at `wanted`, for which there is room; returns job and slots."""
         if not wanted:
             return None, []
         job, mine = self._transfers.new_id(), list(map(keys.__getitem__, wanted))
@@ -288,7 +288,7 @@ class Offloader:
         return room
 
     def back_up(self, *, all_of_host: bool = False) -> None:
-        """Order backups until as many chunks are clean as the write rules say, or all of the host tier."""
+        """Schedule backups until as many chunks are clean as the write rules say, or all of the host tier."""
         dirty = self._state.backlog.counts
         for tier in reversed(range(self._state.coldest)):
             if dirty[tier]:
@@ -298,7 +298,7 @@ class Offloader:
             self._write(chain[: max(0, self._transfers.settings.max_writes - self._transfers.writing[tier + 1])], tier)
 
     def _back_up(self, tier: int, at_least: int) -> None:
-        """Order backups from `tier` to the one below, of `at_least` chunks with those in flight, if possible."""
+        """Schedule backups from `tier` to the one below, of `at_least` chunks with those in flight, if possible."""
         state, below = self._state, tier + 1
         slots, writing = state.total_room(tier), self._transfers.writing[below]
         target = self._clean_target(tier, slots)
@@ -309,7 +309,7 @@ class Offloader:
         self._write(state.backlog.choose(tier, most) if most > 0 else [], tier)
 
     def _write(self, chosen: list[int], tier: int) -> None:
-        """Order backups of `chosen`, parents first, from `tier` to the one below, as far as that takes them."""
+        """Schedule backups of `chosen`, parents first, from `tier` to the one below, as far as that takes them."""
         state, below = self._state, tier + 1
         if not chosen:
             return
@@ -343,7 +343,7 @@ class Offloader:
         return nodes[:granted]
 
     def _copy_down(self, chosen: Sequence[int], tier: int) -> None:
-        """Order one job that copies `chosen` from `tier` to the one below, which has room."""
+        """Schedule one job that copies `chosen` from `tier` to the one below, which has room."""
         if chosen:
             self._transfers.schedule_copies(chosen, tier, tier + 1)
 

@@ -13,7 +13,7 @@ Chunks of sliding windows and recurrent states:
 
     fresh    in the last window of the request that stored it
     slid     the window has moved past it, and no request has needed it since: evicted first, in every tier
-    served   a request needed it: keeps its place in the policy's order, because other requests may branch off there
+    used     a request needed it: keeps its place in the policy's order, because other requests may branch off there
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Priorities:
         index: Index,
         policies: list[EvictionPolicy],
         makers: Sequence[type[EvictionPolicy]],
-        serving: Callable[[], tuple[int, int]],
+        current_request: Callable[[], tuple[int, int]],
     ) -> None:
-        """`serving` returns the number of the request for which uses are counted, and the number of its reuse hint."""
+        """`current_request` returns the request for which uses are counted, and the number of its reuse hint."""
         self.used = False
         self._index = index
         self._policies = policies
         self._makers = makers
-        self._serving = serving
+        self._current_request = current_request
         self._priority: memoryview[int] = memoryview(b"")
         """After the first priority was set, the band of each node, xor `_USUAL`: zeroed memory is the default."""
         self._until: dict[int, float] = {}
@@ -152,12 +152,14 @@ class Priorities:
                 self._policies[tier] = split(policy)
 
     def _split(self, make: type[EvictionPolicy], first: EvictionPolicy) -> EvictionPolicy:
-        band = PartitionedByPriority(first.slots, first.keys, make, first, _USUAL, self._priority, *self._serving())
+        band = PartitionedByPriority(
+            first.slots, first.keys, make, first, _USUAL, self._priority, *self._current_request()
+        )
         self._bands.append(band)
         return band
 
 
-_FRESH, _SLID, _SERVED = range(3)
+_FRESH, _SLID, _USED = range(3)
 
 
 class WindowMarks:
@@ -181,7 +183,7 @@ class WindowMarks:
                 self._mark[node] = _FRESH
 
     def slide(self, nodes: Sequence[int]) -> None:
-        """A window has moved past `nodes`: evict them first, unless a lookup was served from them."""
+        """A window has moved past `nodes`: evict them first, unless a request has used them."""
         if not self.used:
             self.used, self._mark = True, bytearray(self._index.size)
         for node in nodes:
@@ -190,11 +192,11 @@ class WindowMarks:
                 for tier in self._index.tiers:
                     self._evict_first(node, tier)
 
-    def serve(self, nodes: Sequence[int]) -> None:
-        """A lookup was served from `nodes`."""
+    def mark_used(self, nodes: Sequence[int]) -> None:
+        """A request has used `nodes`."""
         if self.used:
             for node in nodes:
-                self._mark[node] = _SERVED
+                self._mark[node] = _USED
 
     def mark_ready(self, nodes: Sequence[int], tier: int) -> None:
         """Copies of `nodes` have become ready in `tier`."""

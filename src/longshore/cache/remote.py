@@ -433,7 +433,7 @@ class RemoteTiers:
                 self._store_some(tier, [queue.popleft() for _ in range(count)])
 
     def _store_some(self, tier: RemoteKeys, keys: Sequence[Key]) -> None:
-        """Order a store of those of `keys` that are in the host tier, and not known to be in the remote one."""
+        """Schedule a store of those of `keys` that are in the host tier, and not known to be in the remote one."""
         index, pool = self._state.index, self._state.pools[0]
         # A chunk that was found missing may have been queued twice.
         wanted = [key for key in dict.fromkeys(keys) if not tier.has(key)]

@@ -341,7 +341,7 @@ class Transfers:
         return loads
 
     def copy_inside(self, sources: Sequence[Slot], blocks: Sequence[int], tokens: int | None, group: int) -> int:
-        """Order copies between device blocks in no tier, after loads that wait for reads. Returns the job."""
+        """Schedule copies between device blocks in no tier, after loads that wait for reads. Returns the job."""
         job, read = self.new_id(), {source.index for source in sources}
         loads = (each.transfer for each in self.jobs.values() if each.transfer.route.destination == DEVICE)
         late = [load for load in loads if load.after and any(read.intersection(each.blocks) for each in load.sections)]

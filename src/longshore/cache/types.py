@@ -51,7 +51,7 @@ class GroupKeys(NamedTuple):
         prompt_end: For a store: position of the first chunk of the answer; `None` if all are of the prompt.
         retention: For a store: priorities and times to live.
         past_window: For a store: chunks that the sliding window has moved past, from an engine that does not store
-            whole paths. They are evicted first, unless a lookup was served from them. Keys in no tier are ignored.
+            whole paths. They are evicted first, unless a request has used them. Keys in no tier are ignored.
     """
 
     chunks: Sequence[Key] | Residency

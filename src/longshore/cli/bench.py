@@ -54,7 +54,7 @@ class CopyDevice(enum.StrEnum):
     CUDA = "cuda"
 
 
-class StoreKind(enum.StrEnum):
+class RemoteKind(enum.StrEnum):
     """What is measured."""
 
     VALKEY = "valkey"
@@ -138,7 +138,7 @@ def file(
 
 @bench.command()
 def remote(
-    server: Annotated[StoreKind, typer.Option(help="Store to measure: a server that is started, or a directory.")],
+    server: Annotated[RemoteKind, typer.Option(help="Store to measure: a server that is started, or a directory.")],
     directory: Directory = None,
     repeats: Repeats = 9,
     case: Only = None,

@@ -174,7 +174,7 @@ class Stack:
             origins = {**dict(zip(path.keys[path.start :], tiers, strict=False)), **(origins or {})}
             found = found._replace(num_chunks=min(len(tiers), found.num_chunks))
             return lambda: self._load_in_parts(found, path, blocks, on_job, skip, request, origins)
-        begin = functools.partial(self._order_load, lease, blocks, skip, on_job, origins, timeout)
+        begin = functools.partial(self._schedule_load, lease, blocks, skip, on_job, origins, timeout)
         if not missing:
             begin()
         return lambda: self._wait_load(lease, begin if missing else None)
@@ -203,7 +203,7 @@ class Stack:
             try:
                 runtime.wait_load(hit.lease)
                 if (left := deadline - runtime.clock()) > 0:
-                    self._order_load(hit.lease, mine, 0 if done else skip, on_job, origins, left)
+                    self._schedule_load(hit.lease, mine, 0 if done else skip, on_job, origins, left)
                     sources += self._wait_load(hit.lease)
             finally:
                 with runtime.batch() as cache:
@@ -252,7 +252,7 @@ class Stack:
         tier = self.file if self.host is None else self.host
         return 1 if tier is None else max(1, tier.slabs.indices // 2)
 
-    def _order_load(
+    def _schedule_load(
         self, lease: Lease, blocks: Sequence[int], skip: int, on_job: JobCallback, origins: Origins, timeout: float
     ) -> None:
         per_chunk, at = self.config.blocks_per_chunk, -skip
@@ -590,5 +590,6 @@ def check_size(setting: str, size: int, least: int) -> None:
     """Raise `ConfigError` if `size` bytes are less than the `least` bytes of an image."""
     if size < least:
         raise ConfigError(
-            f"{setting} is {format_bytes(size)}, but one chunk image of this model needs {format_bytes(least)}"
+            f"{setting} is {format_bytes(size)}, but one chunk image of this model needs {format_bytes(least)}: "
+            "raise it, or lower blocks_per_chunk"
         )

@@ -30,7 +30,7 @@ from longshore.errors import TierError
 from longshore.tiers.remote import parse_url
 from longshore.tiers.remote.bucket import send_signed
 from longshore.tiers.remote.cluster import SLOTS, slot_of
-from longshore.tiers.remote.work import StoreError
+from longshore.tiers.remote.work import RemoteError
 
 START_SECONDS = 90.0
 
@@ -262,7 +262,7 @@ class LocalS3(LocalProcess):
 
     def _answers(self) -> bool:
         settings = parse_url(self.url())
-        with contextlib.suppress(StoreError):
+        with contextlib.suppress(RemoteError):
             if send_signed(settings, "PUT").status in {200, 409}:
                 return send_signed(settings, "PUT", path="/started", body=b"x").status == 200
         return False

@@ -190,7 +190,7 @@ def test_an_interrupted_restore_lets_go_of_everything(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens, calls = long_tokens(LONG), 0
-    cache, stock = prefill(model, tokens), Stack._order_load
+    cache, stock = prefill(model, tokens), Stack._schedule_load
 
     def interrupted(self: Stack, *args: Any, **kwargs: Any) -> list[str]:
         nonlocal calls
@@ -202,7 +202,7 @@ def test_an_interrupted_restore_lets_go_of_everything(
     with PrefixStore(model, settings(tmp_path, host=4), block_size=16, staging_blocks=8) as store:
         assert store.store_prefix(tokens, cache) == LONG * 16
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(Stack, "_order_load", interrupted)
+            patched.setattr(Stack, "_schedule_load", interrupted)
             store.restore_prefix(tokens)
         assert calls == 3
         check_nothing_held(store)
@@ -308,7 +308,7 @@ def test_a_tier_host_that_dies_leaves_long_prompts_exact(tmp_path: Path, dying: 
 
 
 def test_cancelled_load_of_long_prompt_releases_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, prompt, stock = batched_model(), long_prompt(200), Stack._order_load
+    model, prompt, stock = batched_model(), long_prompt(200), Stack._schedule_load
     (expected,) = generate(model, [prompt], num_blocks=80)
     parts = 0
     with tiered(model, tier_settings(tmp_path)) as tiers:
@@ -322,7 +322,7 @@ def test_cancelled_load_of_long_prompt_releases_everything(tmp_path: Path, monke
                 manager.cancel_request("first")
             return stock(self, *args, **kwargs)
 
-        monkeypatch.setattr(Stack, "_order_load", cancelled)
+        monkeypatch.setattr(Stack, "_schedule_load", cancelled)
         manager.start()
         try:
             manager.add_request(prompt, request_id="first", max_new_tokens=4)

@@ -24,7 +24,7 @@ from longshore.tiers.remote.cluster import SLOTS, ClusterNode, read_slots, slot_
 from longshore.tiers.remote.resp import RespSession
 from longshore.tiers.remote.settings import RemoteSettings
 from longshore.tiers.remote.stream import PlainStream
-from longshore.tiers.remote.work import StoreError
+from longshore.tiers.remote.work import RemoteError
 
 IMAGE = 4096
 
@@ -79,13 +79,13 @@ def test_a_map_of_slots() -> None:
     ],
 )  # fmt: skip
 def test_what_is_no_map_is_refused(reply: bytes) -> None:
-    with pytest.raises(StoreError):
+    with pytest.raises(RemoteError):
         map_in(reply)
 
 
 @given(st.binary(max_size=200))
 def test_whatever_is_answered_is_a_map_or_an_error(reply: bytes) -> None:
-    with contextlib.suppress(StoreError):
+    with contextlib.suppress(RemoteError):
         assert len(map_in(reply)) == SLOTS
 
 

@@ -23,7 +23,7 @@ from longshore.tiers.remote.directory import DirectorySession
 from longshore.tiers.remote.format import Identity, pack_header
 from longshore.tiers.remote.resp import RespSession
 from longshore.tiers.remote.settings import RemoteSettings
-from longshore.tiers.remote.work import Image, Session, StoreError, WorkQueue
+from longshore.tiers.remote.work import Image, RemoteError, Session, WorkQueue
 
 IMAGE = 4096
 NAMESPACE = bytes(32)
@@ -63,11 +63,11 @@ class SlowStream:
             seconds, count = next(self._pieces)
             if self._clock.now + seconds > deadline:
                 self._clock.now = max(self._clock.now, deadline)
-                raise StoreError("timeout", "no answer in time", Status.DEADLINE)
+                raise RemoteError("timeout", "no answer in time", Status.DEADLINE)
             self._clock.now += seconds
             self._ready = min(count, len(self._replies))
             if not self._replies:
-                raise StoreError("connection", "the server closed the connection")
+                raise RemoteError("connection", "the server closed the connection")
         came = 0
         for part in parts:
             count = min(len(part), self._ready)
@@ -138,7 +138,7 @@ def test_a_fetch_ends_by_its_deadline_however_its_reply_comes(
     session = session_on(clock, stream)
     try:
         session.fetch(images.queue)
-    except StoreError as error:
+    except RemoteError as error:
         images.queue.fail(error.status)
         images.queue.expire()  # as a poll would have done meanwhile
         images.queue.end_waiting(Status.UNAVAILABLE)
@@ -218,7 +218,7 @@ def test_a_store_ends_by_its_deadline_however_its_replies_come(
     session = session_on(clock, stream)
     try:
         session.store(images.queue, lambda _: False, lambda _: None)
-    except StoreError as error:
+    except RemoteError as error:
         images.queue.fail(error.status)
     assert len(images.ended) == len(within)
     assert clock.now <= max(images.deadlines) + 1e-6
@@ -259,7 +259,7 @@ def test_whatever_a_server_says_is_an_answer_or_an_error(data: bytes, some: list
                 session.lengths([b"a"], clock.now + 1)
             else:
                 session.fetch(images.queue)
-        except StoreError:
+        except RemoteError:
             pass
         assert images.ended.get(0, (Status.NOT_FOUND, 0))[0] is not Status.OK
 
@@ -304,7 +304,7 @@ class HungStore:
 
     def connect(self) -> Session:
         self.go_on.wait(30)
-        raise StoreError("connection", "it did not work out")
+        raise RemoteError("connection", "it did not work out")
 
 
 class Driver:
@@ -386,7 +386,7 @@ class BrokenStore:
         self.calls += 1
         if self.is_wrong:
             raise RuntimeError("a bug")
-        raise StoreError("connection", "nobody is there")
+        raise RemoteError("connection", "nobody is there")
 
 
 def test_a_fault_in_health_checks_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

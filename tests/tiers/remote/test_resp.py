@@ -16,7 +16,7 @@ from longshore.tiers.remote import RemoteTier
 from longshore.tiers.remote.resp import RespSession
 from longshore.tiers.remote.settings import RemoteSettings
 from longshore.tiers.remote.stream import PlainStream
-from longshore.tiers.remote.work import StoreError
+from longshore.tiers.remote.work import RemoteError
 
 IMAGE = 4096
 
@@ -40,7 +40,7 @@ def test_a_send_to_a_slow_reader_ends_by_its_deadline(pair: tuple[socket.socket,
     reader.start()
     stream = PlainStream(ours, time.monotonic)
     try:
-        with pytest.raises(StoreError) as late:
+        with pytest.raises(RemoteError) as late:
             stream.send([memoryview(bytearray(4 << 20))], time.monotonic() + 0.3)
     finally:
         done.set()
@@ -126,6 +126,6 @@ def test_of_a_server_s_error_only_its_code_is_repeated(
         lambda: session.lengths([b"a"], time.monotonic() + 60),
         lambda: session.authenticate(settings, time.monotonic() + 60),
     ):
-        with pytest.raises(StoreError) as refused:
+        with pytest.raises(RemoteError) as refused:
             call()
         assert str(refused.value).removesuffix(" to AUTH") == said

@@ -222,12 +222,12 @@ class LoadJobs:
             [NO_SLOTS] * self._groups,
             tuple(load.chunks_leased),
         )
-        order = cache.load(
+        scheduled = cache.load(
             {group: GroupKeys(keys) for group, keys in paths.items()},
             request_number=load.request_number,
             origins=load.origins,
         )
-        for group, part in zip(paths, order.jobs, strict=True):
+        for group, part in zip(paths, scheduled.jobs, strict=True):
             group_slots[group] = part.slots.of
             load.chunks_leased[group] += part.num_chunks
             ticket.cache_jobs.append((part.job, part.slots.of))

@@ -499,10 +499,10 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         if sum(there) <= self._job_context.slots:
             return found
         found_by_key, limit = list(zip(ends.items(), found, strict=True)), request.load_limit or 0
-        cold = {key for (key, end), each in found_by_key if each is Presence.COLDER and end <= limit}
+        colder = {key for (key, end), each in found_by_key if each is Presence.COLDER and end <= limit}
         request.loads_in_parts = True
-        request.origins.update(dict.fromkeys(cold, FILE))
-        return [Presence.HOST if key in cold else each for (key, _), each in found_by_key]
+        request.origins.update(dict.fromkeys(colder, FILE))
+        return [Presence.HOST if key in colder else each for (key, _), each in found_by_key]
 
     def _count_misses(
         self,

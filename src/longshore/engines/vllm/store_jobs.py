@@ -175,22 +175,22 @@ class StoreJobs:
         past_window, last_window = request.past_window(group, window, keys, context)
         retention = request.hints.chunks(tokens, max(0, begin) - first)
         whole = GroupKeys(path, first, retention=retention, past_window=past_window)
-        order = self._order_slots(cache, store, whole, group, wait_for_room=wait_for_room, stream=in_parts)
-        if order is None or order.retry:
-            return order is not None, None
+        scheduled = self._schedule_slots(cache, store, whole, group, wait_for_room=wait_for_room, stream=in_parts)
+        if scheduled is None or scheduled.retry:
+            return scheduled is not None, None
         request.windows[group] = last_window
-        if order.later:
-            indices = [*order.positions, *order.later]
+        if scheduled.later:
+            indices = [*scheduled.positions, *scheduled.later]
             vllm_keys = [keys[at - first] for at in indices]
-            store.pending[group] = PendingChunks(path, indices, vllm_keys, len(order.positions))
-        if order.job is None:
+            store.pending[group] = PendingChunks(path, indices, vllm_keys, len(scheduled.positions))
+        if scheduled.job is None:
             return False, None
-        ticket.keys += [keys[at - first] for at in order.positions]
-        ticket.cache_jobs.append((order.job, order.slots.of))
-        return False, order.slots.of
+        ticket.keys += [keys[at - first] for at in scheduled.positions]
+        ticket.cache_jobs.append((scheduled.job, scheduled.slots.of))
+        return False, scheduled.slots.of
 
     @staticmethod
-    def _order_slots(
+    def _schedule_slots(
         cache: TieredCache,
         store: RequestStore,
         path: GroupKeys,
@@ -255,21 +255,24 @@ class StoreJobs:
             run += 1
         retention = store.request.hints.chunks(self._groups.tokens[group], 0)
         path = GroupKeys(rest.path[: first + run], first, retention=retention)
-        order = self._order_slots(cache, store, path, group, stream=True)
-        got, start = (0 if order is None else len(order.positions)), rest.placed
-        if order is not None and order.job is not None:
+        scheduled = self._schedule_slots(cache, store, path, group, stream=True)
+        got, start = (0 if scheduled is None else len(scheduled.positions)), rest.placed
+        if scheduled is not None and scheduled.job is not None:
             ticket = self._context.new_ticket()
             ticket.lora, ticket.adapter = store.lora, store.adapter
-            ticket.keys, ticket.cache_jobs = list(rest.vllm_keys[start : start + got]), [(order.job, order.slots.of)]
+            ticket.keys, ticket.cache_jobs = (
+                list(rest.vllm_keys[start : start + got]),
+                [(scheduled.job, scheduled.slots.of)],
+            )
             store.parts.append(ticket)
             group_slots, chunks_before = [NO_SLOTS] * len(self._groups), [0] * len(self._groups)
-            group_slots[group], chunks_before[group] = order.slots.of, start
+            group_slots[group], chunks_before[group] = scheduled.slots.of, start
             spec = SlotsSpec(ticket.number, tuple(group_slots), self._validity.epoch, tuple(chunks_before))
             self._new_parts.append(JobPart(store.first_ticket, spec, is_store=True))
             rest.placed, store.since = start + got, ticket.since
-        kept = got + (0 if order is None else len(order.later))
+        kept = got + (0 if scheduled is None else len(scheduled.later))
         if kept < run:  # the cache will not store the others, of which it has counted those of this run
-            self.chunks_cut_off += len(rest.indices) - start - (0 if order is None else run)
+            self.chunks_cut_off += len(rest.indices) - start - (0 if scheduled is None else run)
             rest.indices, store.has_gaps = rest.indices[: start + kept], True
         return got > 0
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from longshore.errors import TierError
 from longshore.tiers.remote.settings import PASSWORD_VARIABLE, USER_VARIABLE, RemoteSettings
-from longshore.tiers.remote.work import StoreError
+from longshore.tiers.remote.work import RemoteError
 
 CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,64})</Code>")
 """The code in a server's error. The rest is not repeated: servers quote access keys there."""
@@ -63,10 +63,10 @@ def send_signed(
 ) -> BucketAnswer:
     """Send a request about the bucket, or what is at `path` in it. Both are escaped, such as `lifecycle=` and `/a`.
 
-    Raises `StoreError` without an answer, `TierError` without an access key.
+    Raises `RemoteError` without an answer, `TierError` without an access key.
     """
     if (key := key_pair(settings)) is None:
-        raise TierError("no access key is set: one from an instance or a container is known to obstore alone")
+        raise TierError(f"no access key: set {USER_VARIABLE} and {PASSWORD_VARIABLE}; no other keys are read here")
     region = settings.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
     endpoint = settings.endpoint or f"https://s3.{region}.amazonaws.com"
     now = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
@@ -97,13 +97,13 @@ def send_signed(
         with error:
             return BucketAnswer(error.code, error.read())
     except OSError as error:
-        raise StoreError("connection", f"no answer: {getattr(error, 'reason', error)}") from None
+        raise RemoteError("connection", f"no answer: {getattr(error, 'reason', error)}") from None
 
 
 def expiry_days(settings: RemoteSettings) -> int | None:
     """After how many days the bucket's lifecycle rules remove our values; `None`: never.
 
-    Raises `TierError` or `StoreError` if they cannot be read.
+    Raises `TierError` or `RemoteError` if they cannot be read.
     """
     status, body = send_signed(settings, "GET", "lifecycle=")
     text = body.decode(errors="replace")

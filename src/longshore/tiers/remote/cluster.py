@@ -31,10 +31,10 @@ from longshore.tiers.arena import Arena
 from longshore.tiers.base import KeyedTier, Op, TierOp, TierResult, check_batch, check_question
 from longshore.tiers.remote.breaker import FAILURES
 from longshore.tiers.remote.format import NO_RANK, Namespace, address
-from longshore.tiers.remote.resp import RespSession, RespStore
+from longshore.tiers.remote.resp import RespClient, RespSession
 from longshore.tiers.remote.settings import RemoteSettings, parse_url
 from longshore.tiers.remote.tier import FAILURE_REASONS, RemoteTier
-from longshore.tiers.remote.work import Budget, StoreError
+from longshore.tiers.remote.work import Budget, RemoteError
 
 SLOTS = 16_384
 
@@ -77,7 +77,7 @@ def slot_of(key: bytes) -> int:
 
 
 def read_slots(session: RespSession, host: str, deadline: float) -> SlotMap:
-    """The slots as a node at `host` knows them. Raises `StoreError`, also for a reply that is no map."""
+    """The slots as a node at `host` knows them. Raises `RemoteError`, also for a reply that is no map."""
     reply: Any = session.call(b"CLUSTER", b"SLOTS", deadline=deadline)
     slots: SlotMap = [None] * SLOTS
     try:
@@ -87,7 +87,7 @@ def read_slots(session: RespSession, host: str, deadline: float) -> SlotMap:
             at = ClusterNode(host if name in _UNNAMED else name.decode(), port)
             slots[first : last + 1] = [at] * (last + 1 - first)
     except (TypeError, ValueError, AttributeError) as error:
-        raise StoreError("broken", "invalid reply: no map of slots", Status.IO_ERROR) from error
+        raise RemoteError("broken", "invalid reply: no map of slots", Status.IO_ERROR) from error
     return slots
 
 
@@ -142,7 +142,7 @@ class NodesTier(KeyedTier):
         self._name = Namespace(namespace, generation, fixed_weights=fixed_weights)
         self._arena, self._rank, self._threshold, self._clock = arena, rank, failures, clock
         self._budget = Budget(settings.daily_writes, clock)
-        self._store = RespStore(settings, clock, max(self.image_bytes))
+        self._store = RespClient(settings, clock, max(self.image_bytes))
         self._lock = threading.RLock()
         self._nodes: dict[ClusterNode, RemoteTier] = {}
         self._used: dict[ClusterNode, float] = {}
@@ -521,7 +521,7 @@ class ClusterTier(NodesTier):
                     slots = read_slots(session, node.host, self._clock() + self.settings.connect_timeout)
                 finally:
                     session.close()
-            except StoreError as error:
+            except RemoteError as error:
                 failures.append(f"{node.host}:{node.port}: {error}")
                 continue
             if best is None or slots.count(None) < best.count(None):

@@ -26,7 +26,7 @@ import xxhash
 from longshore.boundary import Status
 from longshore.tiers.remote.format import HEADER_BYTES, pack_header, verify
 from longshore.tiers.remote.settings import RemoteSettings
-from longshore.tiers.remote.work import Image, Refusal, StoreError, WorkQueue
+from longshore.tiers.remote.work import Image, Refusal, RemoteError, WorkQueue
 
 _PIECE = 256 << 10
 """Bytes of an image that are read before they are checked and copied."""
@@ -38,7 +38,7 @@ _GONE = frozenset({errno.ENOENT, errno.ESTALE})
 
 
 class DirectorySession:
-    """One thread's use of a directory. Methods raise `StoreError` where the file system fails."""
+    """One thread's use of a directory. Methods raise `RemoteError` where the file system fails."""
 
     def __init__(self, settings: RemoteSettings, largest: int) -> None:
         self._settings = settings
@@ -53,7 +53,7 @@ class DirectorySession:
         """Look whether the directory is there."""
         try:
             if not Path(self._root).is_dir():
-                raise StoreError("connection", f"{self._root} is no directory")
+                raise RemoteError("connection", f"{self._root} is no directory")
         except OSError as error:
             raise _typed(error) from None
 
@@ -185,7 +185,7 @@ class DirectorySession:
                 return Status.NO_SPACE
             if error.errno in _READ_ONLY:
                 said = f"the file system refuses to write: {error.strerror}"
-                raise StoreError("refused", said, Status.IO_ERROR) from None
+                raise RemoteError("refused", said, Status.IO_ERROR) from None
             raise _typed(error) from None
         return Status.OK
 
@@ -208,7 +208,7 @@ class DirectorySession:
             os.close(descriptor)
 
 
-class DirectoryStore:
+class DirectoryClient:
     """A shared directory."""
 
     threads = 4
@@ -219,7 +219,7 @@ class DirectoryStore:
         self._largest = largest
 
     def connect(self) -> DirectorySession:
-        """A session of one thread. Raises `StoreError` if the directory is not there."""
+        """A session of one thread. Raises `RemoteError` if the directory is not there."""
         session = DirectorySession(self._settings, self._largest)
         session.check(0.0)
         if self._settings.ttl:
@@ -228,11 +228,11 @@ class DirectoryStore:
 
 
 def _absent(error: OSError) -> Status:
-    """How a read ends whose file is gone. Raises `StoreError` for another `error`."""
+    """How a read ends whose file is gone. Raises `RemoteError` for another `error`."""
     if error.errno in _GONE:
         return Status.NOT_FOUND
     raise _typed(error) from None
 
 
-def _typed(error: OSError) -> StoreError:
-    return StoreError("connection", f"the file system failed: {error.strerror}", Status.IO_ERROR)
+def _typed(error: OSError) -> RemoteError:
+    return RemoteError("connection", f"the file system failed: {error.strerror}", Status.IO_ERROR)

@@ -42,7 +42,7 @@ from longshore.tiers.arena.memory import create_shared
 from longshore.tiers.base import Op
 from longshore.tiers.remote.format import HEADER_BYTES, pack_header, verify
 from longshore.tiers.remote.settings import RemoteSettings
-from longshore.tiers.remote.work import Image, Refusal, StoreError, WorkQueue
+from longshore.tiers.remote.work import Image, Refusal, RemoteError, WorkQueue
 
 if find_spec("mooncake") is None:
     raise TierError(f"stores at mooncake:// need mooncake-transfer-engine-non-cuda: {with_extra('mooncake')}")
@@ -83,7 +83,7 @@ _AT_ONCE = 1 << 16
 
 
 class MooncakeSession:
-    """One thread's client, in a process. Methods raise `StoreError` where Mooncake cannot be used.
+    """One thread's client, in a process. Methods raise `RemoteError` where Mooncake cannot be used.
 
     Attributes:
         pid: The client's process id.
@@ -125,7 +125,7 @@ class MooncakeSession:
             other.close()  # else it would not be seen that the process has ended
             if (said := self._answer(deadline)) != 0:
                 what = said if isinstance(said, str) else f"error {said}"
-                raise StoreError("refused", f"Mooncake's client cannot be set up ({what})", Status.IO_ERROR)
+                raise RemoteError("refused", f"Mooncake's client cannot be set up ({what})", Status.IO_ERROR)
             undo.pop_all()
 
     def check(self, deadline: float) -> None:
@@ -277,13 +277,13 @@ class MooncakeSession:
         return codes
 
     def _call(self, deadline: float, *order: object) -> list[int]:
-        """Mooncake's codes for an order. Raises `StoreError` without any by `deadline`: then the process must die."""
+        """Mooncake's codes for an order. Raises `RemoteError` without any by `deadline`: then the process must die."""
         self._order(deadline, *order)
         codes: list[int] = self._answer(deadline)
         return codes
 
     def _codes(self, deadline: float) -> list[int]:
-        """Mooncake's codes for the oldest order of values without an answer; raises `StoreError` as `_call` does."""
+        """Mooncake's codes for the oldest order of values without an answer; raises `RemoteError` as `_call` does."""
         codes: list[int] = self._answer(deadline)
         if _NO_MASTER in codes:
             raise _lost()
@@ -361,7 +361,7 @@ def _parts(images: Sequence[Image]) -> Iterator[list[Image]]:
         yield part
 
 
-class MooncakeStore:
+class MooncakeClient:
     """What a master of Mooncake knows of."""
 
     threads = 1
@@ -378,37 +378,37 @@ class MooncakeStore:
         _ = arena.fd
 
     def connect(self) -> MooncakeSession:
-        """A session of one thread, with a process of its own. Raises `StoreError`."""
+        """A session of one thread, with a process of its own. Raises `RemoteError`."""
         return MooncakeSession(self._settings, self._clock, self._arena, self._largest)
 
 
 @contextlib.contextmanager
 def open_session(settings: RemoteSettings) -> Iterator[MooncakeSession]:
-    """A session that moves no images, to check and to remove. Raises `StoreError`."""
+    """A session that moves no images, to check and to remove. Raises `RemoteError`."""
     with contextlib.ExitStack() as undo:
         arena = undo.enter_context(contextlib.closing(Arena(DISK_PAGE, ArenaSettings(shared=True))))
-        store = MooncakeStore(settings, time.monotonic, arena, [DISK_PAGE])
+        store = MooncakeClient(settings, time.monotonic, arena, [DISK_PAGE])
         yield undo.enter_context(contextlib.closing(store.connect()))
 
 
 def _address_towards(settings: RemoteSettings) -> str:
-    """Our address as the master sees it. Raises `StoreError` if nobody listens there: it costs no process."""
+    """Our address as the master sees it. Raises `RemoteError` if nobody listens there: it costs no process."""
     try:
         with socket.create_connection((settings.host, settings.port), settings.connect_timeout) as sock:
             return str(sock.getsockname()[0])
     except TimeoutError:
-        raise StoreError("timeout", "the master does not answer", Status.DEADLINE) from None
+        raise RemoteError("timeout", "the master does not answer", Status.DEADLINE) from None
     except OSError as error:
-        raise StoreError("connection", f"could not connect to the master ({error.strerror or error})") from None
+        raise RemoteError("connection", f"could not connect to the master ({error.strerror or error})") from None
 
 
-def _lost() -> StoreError:
-    return StoreError("connection", "the master cannot be reached")
+def _lost() -> RemoteError:
+    return RemoteError("connection", "the master cannot be reached")
 
 
-def _late() -> StoreError:
-    return StoreError("timeout", "Mooncake's client does not answer", Status.DEADLINE)
+def _late() -> RemoteError:
+    return RemoteError("timeout", "Mooncake's client does not answer", Status.DEADLINE)
 
 
-def _died() -> StoreError:
-    return StoreError("connection", "the process of Mooncake's client has ended")
+def _died() -> RemoteError:
+    return RemoteError("connection", "the process of Mooncake's client has ended")

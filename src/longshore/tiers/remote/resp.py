@@ -41,7 +41,7 @@ from longshore.tiers.remote.stream import (
     time_left,
     typed_error,
 )
-from longshore.tiers.remote.work import Image, Refusal, StoreError, WorkQueue
+from longshore.tiers.remote.work import Image, Refusal, RemoteError, WorkQueue
 
 PROBE_BATCH = 1024
 """Keys whose length is asked for in one round trip: their replies fit the buffers of a socket."""
@@ -75,7 +75,7 @@ Redirected = Callable[[bytes, bytes], None]
 
 
 class RespSession:
-    """One connection, used by one thread. Every method raises `StoreError`; after that, only `close` is left."""
+    """One connection, used by one thread. Every method raises `RemoteError`; after that, only `close` is left."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class RespSession:
         redirected: Redirected | None = None,
         asking: bytes = b"",
     ) -> None:
-        """`largest` is the length of the largest image in bytes; the rest as for `RespStore.at`."""
+        """`largest` is the length of the largest image in bytes; the rest as for `RespClient.at`."""
         self._redirected = redirected
         self._asking = asking
         self._stream = stream
@@ -114,14 +114,14 @@ class RespSession:
         self._send(b"".join(_command(*words) for words in commands), deadline)
         for name, *_ in commands:
             if (error := self._read_simple(deadline)) is not None:
-                raise StoreError("refused", f"the server answered {_error_word(error)} to {name.decode()}")
+                raise RemoteError("refused", f"the server answered {_error_word(error)} to {name.decode()}")
 
     def check(self, deadline: Deadline) -> None:
         """Ask the server what probes ask. One that cannot write to its disk serves reads, and refuses PING."""
         self.lengths([b"ls1/"], deadline)
 
     def call(self, *words: bytes, deadline: Deadline) -> Reply:
-        """Any command whose reply is small, and its reply. Raises `StoreError` where the server answers an error."""
+        """Any command whose reply is small, and its reply. Raises `RemoteError` where the server answers an error."""
         self._send(_command(*words), deadline)
         return self._read_reply(deadline)
 
@@ -402,7 +402,7 @@ class RespSession:
             self._stream.send([memoryview(request)], deadline)
 
 
-class RespStore:
+class RespClient:
     """A Valkey or Redis server."""
 
     threads = 1
@@ -417,7 +417,7 @@ class RespStore:
         self._redirected: Redirected | None = None
         self._asking = b""
 
-    def at(self, settings: RemoteSettings, redirected: Redirected, *, asking: bool = False) -> RespStore:
+    def at(self, settings: RemoteSettings, redirected: Redirected, *, asking: bool = False) -> RespClient:
         """The same for one node of a cluster; `redirected` is called with addresses whose values are elsewhere.
 
         `asking` is for a node that a slot moves to: it serves what has come there already, if asked to.
@@ -427,7 +427,7 @@ class RespStore:
         return node
 
     def connect(self) -> RespSession:
-        """A connection, logged in. Raises `StoreError`."""
+        """A connection, logged in. Raises `RemoteError`."""
         deadline = self._clock() + self._settings.connect_timeout
         stream = self._open(deadline)
         with contextlib.ExitStack() as undo:
@@ -436,7 +436,7 @@ class RespStore:
             try:
                 session.authenticate(self._settings, deadline)
             except TierError as error:
-                raise StoreError("refused", str(error)) from None
+                raise RemoteError("refused", str(error)) from None
             undo.pop_all()
         return session
 
@@ -473,9 +473,11 @@ class RespStore:
         try:
             context = certificates.context(seconds)
         except TierError as error:
-            raise StoreError("refused", str(error)) from None
+            raise RemoteError("refused", str(error)) from None
         if context is None:
-            raise StoreError("timeout", "the certificates could not be read in time: their file system does not answer")
+            raise RemoteError(
+                "timeout", "the certificates could not be read in time: their file system does not answer"
+            )
         return context
 
 
@@ -515,8 +517,8 @@ def _number(line: bytes, kind: bytes) -> int:
     return int(digits)
 
 
-def _refusal(error: bytes) -> StoreError:
-    return StoreError("refused", f"the server answered {_error_word(error)}", Status.IO_ERROR)
+def _refusal(error: bytes) -> RemoteError:
+    return RemoteError("refused", f"the server answered {_error_word(error)}", Status.IO_ERROR)
 
 
 def _error_word(error: bytes) -> str:
@@ -525,8 +527,8 @@ def _error_word(error: bytes) -> str:
     return code[0].decode() if code else "an error"
 
 
-def _broken(what: str) -> StoreError:
-    return StoreError("broken", f"invalid reply: {what}", Status.IO_ERROR)
+def _broken(what: str) -> RemoteError:
+    return RemoteError("broken", f"invalid reply: {what}", Status.IO_ERROR)
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ from longshore.errors import TierError, with_extra
 from longshore.tiers.remote.bucket import CODE, key_pair
 from longshore.tiers.remote.format import HEADER_BYTES, pack_header, verify
 from longshore.tiers.remote.settings import PASSWORD_VARIABLE, USER_VARIABLE, RemoteSettings
-from longshore.tiers.remote.work import Image, Phase, Refusal, StoreError, WorkQueue
+from longshore.tiers.remote.work import Image, Phase, Refusal, RemoteError, WorkQueue
 
 try:
     import obstore
@@ -66,7 +66,7 @@ _log = logging.getLogger(__name__)
 
 
 class S3Session:
-    """One thread's requests. Methods raise `StoreError` where the server cannot be used."""
+    """One thread's requests. Methods raise `RemoteError` where the server cannot be used."""
 
     def __init__(self, settings: RemoteSettings, clock: Callable[[], float]) -> None:
         """Nothing is connected, and no access key read, before the first request."""
@@ -92,7 +92,7 @@ class S3Session:
             work.release(image)
             try:
                 work.end(image, self._read(image, work))
-            except StoreError:
+            except RemoteError:
                 if image.phase is not Phase.ENDED:  # its deadline has passed, which was counted
                     raise
 
@@ -105,7 +105,7 @@ class S3Session:
             work.release(image)
             try:
                 work.end(image, self._write(image, value, is_bad, refusal))
-            except StoreError as error:
+            except RemoteError as error:
                 if error.status is Status.NO_SPACE:
                     work.end(image, Status.NO_SPACE)
                 elif image.phase is not Phase.ENDED:
@@ -169,7 +169,7 @@ class S3Session:
         except TimeoutError:
             if answered:  # in the order of the prompt: what was not asked in time counts as absent
                 return found
-            raise StoreError("timeout", "no answer in time", Status.DEADLINE) from None
+            raise RemoteError("timeout", "no answer in time", Status.DEADLINE) from None
         except _ERRORS as error:
             self.check(deadline)  # errors of HEAD have no text, those of GET do
             raise _typed(error, self._settings) from None
@@ -227,7 +227,7 @@ class S3Session:
         return Status.OK
 
 
-class S3Store:
+class S3Client:
     """A bucket."""
 
     def __init__(self, settings: RemoteSettings, clock: Callable[[], float], smallest: int) -> None:
@@ -243,17 +243,17 @@ class S3Store:
             )
 
     def connect(self) -> S3Session:
-        """A session of one thread; it connects with its first request. Raises `StoreError`."""
+        """A session of one thread; it connects with its first request. Raises `RemoteError`."""
         return S3Session(self._settings, self._clock)
 
 
 def make_client(settings: RemoteSettings, seconds: float) -> Any:
-    """A client of obstore, whose requests end after `seconds`. Raises `StoreError` if it cannot be made."""
+    """A client of obstore, whose requests end after `seconds`. Raises `RemoteError` if it cannot be made."""
     try:
         key = key_pair(settings)
         authorities = Path(settings.ca_file).read_bytes() if settings.ca_file else None
     except (TierError, OSError) as error:
-        raise StoreError("denied", str(error)) from None
+        raise RemoteError("denied", str(error)) from None
     config: dict[str, Any] = {"unsigned_payload": True}
     if settings.region:
         config["region"] = settings.region
@@ -272,7 +272,7 @@ def make_client(settings: RemoteSettings, seconds: float) -> Any:
     if authorities is not None:
         options["root_certificate"] = authorities
     retries = {"max_retries": 0, "retry_timeout": timedelta(seconds=seconds)}
-    prefix, kind = settings.path or None, cast(Any, obstore.store.S3Store)
+    prefix, kind = settings.path or None, cast(Any, obstore.store.S3Client)
     try:
         return kind(settings.host, prefix=prefix, config=config, client_options=options, retry_config=retries, **more)
     except (*_ERRORS, TypeError) as error:
@@ -296,7 +296,7 @@ def _is_absent(error: Exception) -> bool:
     return isinstance(error, FileNotFoundError) and "<Code>NoSuchBucket<" not in str(error)
 
 
-def _typed(error: Exception, settings: RemoteSettings) -> StoreError:
+def _typed(error: Exception, settings: RemoteSettings) -> RemoteError:
     """What an error of obstore means. Its text is not repeated, because servers quote access keys in theirs."""
     text = str(error)
     status, code = _STATUS.search(text), CODE.search(text)
@@ -304,35 +304,35 @@ def _typed(error: Exception, settings: RemoteSettings) -> StoreError:
     name = code[1] if code else str(number)
     said = f"the server answered {number}" + (f" {code[1]}" if code else "")
     if name in _FULL or number == 507:
-        return StoreError("full", said, Status.NO_SPACE)
+        return RemoteError("full", said, Status.NO_SPACE)
     if name in _CLOCKS:
         advice = (
             "this machine's clock and the server's differ by minutes: synchronise it (timedatectl, chronyc tracking)"
         )
-        return StoreError("clock", f"{said}: {advice}", Status.IO_ERROR)
+        return RemoteError("clock", f"{said}: {advice}", Status.IO_ERROR)
     if name in _WRONG_KEYS:
         advice = (
             f"set the right access key: {USER_VARIABLE} and {PASSWORD_VARIABLE}, ?user= and ?password_file=, or AWS's"
         )
-        return StoreError("denied", f"{said}: {advice}", Status.IO_ERROR)
+        return RemoteError("denied", f"{said}: {advice}", Status.IO_ERROR)
     if number == 403:
         advice = "allow s3:GetObject, s3:PutObject and s3:ListBucket (else what is absent is answered with 403)"
-        return StoreError("denied", f"{said}: {advice}", Status.IO_ERROR)
+        return RemoteError("denied", f"{said}: {advice}", Status.IO_ERROR)
     if name == "NoSuchBucket":
-        return StoreError("refused", f"{said}: create the bucket {settings.host}", Status.IO_ERROR)
+        return RemoteError("refused", f"{said}: create the bucket {settings.host}", Status.IO_ERROR)
     if number in {429, 503}:
-        return StoreError("throttled", f"{said}: it asks for fewer requests: lower ?requests=", Status.IO_ERROR)
+        return RemoteError("throttled", f"{said}: it asks for fewer requests: lower ?requests=", Status.IO_ERROR)
     if number >= 500:
-        return StoreError("server", f"{said}: read the server's log", Status.IO_ERROR)
+        return RemoteError("server", f"{said}: read the server's log", Status.IO_ERROR)
     if number or "redirect" in text:
         advice = "the bucket is in another region: set ?region=" if number in {0, 301, 307} else "read the server's log"
-        return StoreError("refused", f"{said if number else 'a redirect'}: {advice}", Status.IO_ERROR)
+        return RemoteError("refused", f"{said if number else 'a redirect'}: {advice}", Status.IO_ERROR)
     if _LATE.search(text):
-        return StoreError("timeout", "no answer in time", Status.DEADLINE)
+        return RemoteError("timeout", "no answer in time", Status.DEADLINE)
     if "kind: Connect" in text:
-        return StoreError("connection", "could not connect")
+        return RemoteError("connection", "could not connect")
     if "HttpError" in text or "HTTP error" in text or "error decoding response body" in text:
-        return StoreError("connection", "the connection was lost")
+        return RemoteError("connection", "the connection was lost")
     if "Header" in text or "Metadata" in text or "parse" in text.lower():
-        return StoreError("broken", "invalid reply", Status.IO_ERROR)
-    return StoreError("refused", f"obstore: {type(error).__name__}", Status.IO_ERROR)
+        return RemoteError("broken", "invalid reply", Status.IO_ERROR)
+    return RemoteError("refused", f"obstore: {type(error).__name__}", Status.IO_ERROR)

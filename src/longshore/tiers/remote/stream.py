@@ -16,7 +16,7 @@ import struct
 from collections.abc import Callable
 
 from longshore.boundary import Status
-from longshore.tiers.remote.work import StoreError
+from longshore.tiers.remote.work import RemoteError
 
 _LIMIT_SECONDS = 0.005
 """A deadline is kept to within so many seconds, so that not every call needs another one to set it."""
@@ -139,16 +139,16 @@ Stream = PlainStream | TlsStream
 
 
 def time_left(deadline: Deadline, clock: Clock) -> float:
-    """Seconds until `deadline`; raises `StoreError` when it has passed."""
+    """Seconds until `deadline`; raises `RemoteError` when it has passed."""
     left = deadline - clock()
     if left <= 0:
-        raise StoreError("timeout", "no answer in time", Status.DEADLINE)
+        raise RemoteError("timeout", "no answer in time", Status.DEADLINE)
     return min(left, 3600.0)
 
 
 def _came(count: int) -> int:
     if not count:
-        raise StoreError("connection", "the server closed the connection")
+        raise RemoteError("connection", "the server closed the connection")
     return count
 
 
@@ -161,10 +161,10 @@ def parts_behind(parts: list[memoryview], count: int) -> list[memoryview]:
     return []
 
 
-def typed_error(error: OSError, doing: str = "move bytes") -> StoreError:
-    """The error of a socket as a `StoreError`."""
+def typed_error(error: OSError, doing: str = "move bytes") -> RemoteError:
+    """The error of a socket as a `RemoteError`."""
     if isinstance(error, TimeoutError | BlockingIOError | ssl.SSLWantReadError | ssl.SSLWantWriteError):
-        return StoreError("timeout", f"could not {doing} in time", Status.DEADLINE)
+        return RemoteError("timeout", f"could not {doing} in time", Status.DEADLINE)
     if isinstance(error, ssl.SSLError):
-        return StoreError("refused" if doing == "connect" else "connection", f"TLS: {error.reason}")
-    return StoreError("connection", f"could not {doing}: {error.strerror or error}")
+        return RemoteError("refused" if doing == "connect" else "connection", f"TLS: {error.reason}")
+    return RemoteError("connection", f"could not {doing}: {error.strerror or error}")

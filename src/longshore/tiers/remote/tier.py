@@ -30,11 +30,11 @@ from longshore.tiers.base import (
     check_question,
 )
 from longshore.tiers.remote.breaker import FAILURES, CircuitBreaker
-from longshore.tiers.remote.directory import DirectoryStore
+from longshore.tiers.remote.directory import DirectoryClient
 from longshore.tiers.remote.format import HEADER_BYTES, NO_RANK, Identity, Namespace, address
-from longshore.tiers.remote.resp import RespStore
+from longshore.tiers.remote.resp import RespClient
 from longshore.tiers.remote.settings import RemoteSettings, parse_url
-from longshore.tiers.remote.work import Budget, Image, Session, StoreClient, StoreError, WorkQueue
+from longshore.tiers.remote.work import Budget, Image, RemoteClient, RemoteError, Session, WorkQueue
 
 FAILURE_REASONS = (
     *("connection", "timeout", "refused", "broken", "breaker", "full", "budget"),
@@ -109,7 +109,7 @@ class RemoteTier(KeyedTier):
         name: str = "remote",
         failures: int = FAILURES,
         clock: Callable[[], float] = time.monotonic,
-        store: StoreClient | None = None,
+        store: RemoteClient | None = None,
         budget: Budget | None = None,
     ) -> None:
         """Raises `ConfigError` for an invalid URL, `TierError` for invalid sizes, digests or certificates.
@@ -222,7 +222,7 @@ class RemoteTier(KeyedTier):
         """Results since the last call; ends what is late."""
         for queue in self._queues.values():
             if late := queue.expire():
-                self._failed(StoreError("timeout", "the store does not answer"), late)
+                self._failed(RemoteError("timeout", "the store does not answer"), late)
         with self._lock:
             results, self._results = self._results, []
         return results
@@ -262,10 +262,10 @@ class RemoteTier(KeyedTier):
                 self._asked.remove(asked)
                 self._answer(asked.ticket, None)
                 if self._is_stuck:
-                    self._failed(StoreError("timeout", "a probe hangs"))
+                    self._failed(RemoteError("timeout", "a probe hangs"))
             if (asking := self._asking) is not None and now >= asking.deadline:
                 self._is_stuck = True
-                self._unanswered(asking, StoreError("timeout", "no answer to a probe in time"))
+                self._unanswered(asking, RemoteError("timeout", "no answer to a probe in time"))
             answers, self._answers = self._answers, []
         return answers
 
@@ -500,20 +500,20 @@ class RemoteTier(KeyedTier):
             pairs = zip(asked.addresses, lengths, strict=True)
             self._answer(asked.ticket, tuple(length in known and each not in self._bad for each, length in pairs))
 
-    def _unanswered(self, asked: _PendingProbe, error: StoreError) -> None:
+    def _unanswered(self, asked: _PendingProbe, error: RemoteError) -> None:
         with self._lock:
             if self._asking is asked:  # otherwise its deadline has passed, and was counted
                 self._asking = None
                 self._answer(asked.ticket, None)
                 self._failed(error)
 
-    def _as_failure(self, error: Exception) -> StoreError:
-        if isinstance(error, StoreError):
+    def _as_failure(self, error: Exception) -> RemoteError:
+        if isinstance(error, RemoteError):
             return error
         log_seldom(_log, "remote tier %s (%s): internal error in an I/O thread; report this", self.name, self.settings)
-        return StoreError("broken", f"{type(error).__name__} in its client", Status.IO_ERROR)
+        return RemoteError("broken", f"{type(error).__name__} in its client", Status.IO_ERROR)
 
-    def _failed(self, error: StoreError, times: int = 1) -> None:
+    def _failed(self, error: RemoteError, times: int = 1) -> None:
         """A connection, a request or a reply has failed."""
         with self._lock:
             self._failures[error.reason] += times
@@ -527,7 +527,7 @@ class RemoteTier(KeyedTier):
                 message = "remote tier %s is unreachable: %s; it is skipped until a health check succeeds (run: %s)"
                 self._warn(now, error, message, self.name, error, f"longshore doctor {self.settings}")
 
-    def _takes_no_writes(self, error: StoreError) -> None:
+    def _takes_no_writes(self, error: RemoteError) -> None:
         """The store has answered that it takes no writes: a replica, a disk that fails. That says nothing of reads."""
         with self._lock:
             self._failures[error.reason] += 1
@@ -555,7 +555,7 @@ class RemoteTier(KeyedTier):
             self._failures["budget"] += 1
             return Status.QUEUE_FULL
 
-    def _warn(self, now: float, error: StoreError, message: str, *arguments: object) -> None:
+    def _warn(self, now: float, error: RemoteError, message: str, *arguments: object) -> None:
         pause = _SAYS_ONCE if error.reason in _OF_PEOPLE and str(error) == self._said else _SAYS_LITTLE
         if self._said_at < 0 or now - self._said_at >= pause:
             self._said_at, self._said = now, str(error)
@@ -568,16 +568,16 @@ class RemoteTier(KeyedTier):
 
 def open_client(
     settings: RemoteSettings, clock: Callable[[], float], arena: Arena, sizes: Sequence[int]
-) -> StoreClient:
+) -> RemoteClient:
     """What connects to the store. Raises `TierError` if a package or certificates are missing."""
     if settings.is_mooncake:
-        from longshore.tiers.remote.mooncake import MooncakeStore  # noqa: PLC0415 - its package is an extra
+        from longshore.tiers.remote.mooncake import MooncakeClient  # noqa: PLC0415 - its package is an extra
 
-        return MooncakeStore(settings, clock, arena, sizes)
+        return MooncakeClient(settings, clock, arena, sizes)
     if settings.is_s3:
-        from longshore.tiers.remote.s3 import S3Store  # noqa: PLC0415 - its package is an extra
+        from longshore.tiers.remote.s3 import S3Client  # noqa: PLC0415 - its package is an extra
 
-        return S3Store(settings, clock, min(sizes))
+        return S3Client(settings, clock, min(sizes))
     if settings.is_directory:
-        return DirectoryStore(settings, max(sizes))
-    return RespStore(settings, clock, max(sizes))
+        return DirectoryClient(settings, max(sizes))
+    return RespClient(settings, clock, max(sizes))

@@ -24,8 +24,8 @@ from longshore.tiers.base import Op, OpBatch
 from longshore.tiers.remote.format import Identity
 
 
-class StoreError(Exception):
-    """A store cannot be used: the connection failed, a deadline passed, or a reply was no reply.
+class RemoteError(Exception):
+    """A remote store cannot be used: the connection failed, a deadline passed, or a reply was invalid.
 
     `reason` is for logs and counts, one of `longshore.tiers.remote.FAILURE_REASONS`.
     """
@@ -276,7 +276,7 @@ Refusal = Callable[[int], Status | None]
 
 
 class Session(Protocol):
-    """A connection to a store, used by one thread. Calls raise `StoreError`; after that, only `close` is left.
+    """A connection to a store, used by one thread. Calls raise `RemoteError`; after that, only `close` is left.
 
     Deadlines are clock readings in seconds; images have one each.
     """
@@ -303,10 +303,10 @@ class Session(Protocol):
         """Close the connection."""
 
 
-class StoreClient(Protocol):
+class RemoteClient(Protocol):
     """Where sessions come from; `threads` is how many each direction has."""
 
     threads: int
 
     def connect(self) -> Session:
-        """Connect, within the store's timeout. Raises `StoreError`."""
+        """Connect, within the store's timeout. Raises `RemoteError`."""
