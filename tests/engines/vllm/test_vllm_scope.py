@@ -73,6 +73,18 @@ def test_another_engine_finds_nothing(tmp_path: Path, change: dict[str, Any]) ->
     assert first_lookup(tmp_path, **change) is MISS
 
 
+def test_a_length_that_memory_sets_is_no_part_of_the_scope(tmp_path: Path) -> None:
+    """With --max-model-len auto, rope is made for the longest context; then the length is cut to what memory allows."""
+
+    def with_length(given: int, fitted: int) -> LookupResult:
+        lengths = {"model_config.original_max_model_len": given, "model_config.max_model_len": fitted}
+        return first_lookup(tmp_path, vllm=lengths)
+
+    assert with_length(-1, 4096) is MISS
+    assert with_length(-1, 4000) is PENDING
+    assert with_length(4000, 4000) is MISS
+
+
 def test_other_weights_find_nothing(tmp_path: Path) -> None:
     assert first_lookup(tmp_path) is MISS
     revision = tmp_path / "another"

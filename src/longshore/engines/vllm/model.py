@@ -31,6 +31,9 @@ _FROM_FILES = frozenset(
 """Values of `load_format` with which weights come from the files in the model's directory, and from nowhere else."""
 
 _OF_MODEL = ("dtype", "quantization", "max_model_len", "disable_sliding_window", "model_impl", "code_revision")
+_FITTED = -1
+"""Given as `max_model_len`: vLLM sets it to what there is memory for, after the model was loaded."""
+
 _OF_CACHE = (
     *("cache_dtype", "kv_cache_dtype_skip_layers"),
     *("mamba_cache_dtype", "mamba_ssm_cache_dtype", "mamba_cache_mode", "mamba_block_size"),
@@ -225,7 +228,10 @@ def _looks_back(spec: Any) -> int | None:
 def _effective(model: Any) -> dict[str, Any]:
     config = {key: value for key, value in model.hf_config.to_dict().items() if key not in UNNAMED}
     images = _fields(getattr(model, "multimodal_config", None), ("mm_processor_kwargs",))
-    return {"config": config, **images, **_fields(model, _OF_MODEL)}
+    fields = _fields(model, _OF_MODEL)
+    if getattr(model, "original_max_model_len", None) == _FITTED:
+        fields["max_model_len"] = _FITTED  # its rope is made for all the model can do, then memory cuts the length
+    return {"config": config, **images, **fields}
 
 
 def _fields(of: Any, names: Sequence[str]) -> dict[str, Any]:
