@@ -87,7 +87,7 @@ def test_modules_that_adapters_may_change_are_identity() -> None:
     assert config_of(None) == config_of(None) != config_of(["o_proj"])
 
 
-def test_a_length_that_memory_sets_is_no_part_of_the_scope(tmp_path: Path) -> None:
+def test_length_set_by_memory_is_no_part_of_the_scope(tmp_path: Path) -> None:
     """With --max-model-len auto, rope is made for the longest context; then the length is cut to what memory allows."""
 
     def with_length(given: int, fitted: int) -> LookupResult:
