@@ -13,10 +13,10 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from vllm.config import DeviceConfig, VllmConfig
+from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.v1.kv_offload.base import LookupResult
-from vllm_kit import Group, Rig, file_settings, keys_of
+from vllm_kit import Group, Rig, file_settings, keys_of, vllm_config
 
 from longshore.engines import weight_files
 from longshore.engines.vllm import model
@@ -39,6 +39,7 @@ def first_lookup(path: Path, **settings: Any) -> LookupResult:
 
 
 IMAGES = SimpleNamespace(mm_processor_kwargs={"do_normalize": False}, mm_processor_cache_gb=4)
+VIDEOS = SimpleNamespace(video_pruning_rate=0.5, mm_processor_cache_gb=4)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,9 @@ IMAGES = SimpleNamespace(mm_processor_kwargs={"do_normalize": False}, mm_process
         pytest.param({"page": 256}, id="layout"),
         pytest.param({"vllm": {"model_config.dtype": torch.float16}}, id="dtype of the model"),
         pytest.param({"vllm": {"model_config.quantization": "fp8"}}, id="quantisation"),
+        pytest.param({"vllm": {"model_config.quantization_config": {"ignore": ["k_proj"]}}}, id="what is quantised"),
+        pytest.param({"vllm": {"model_config.model_class_overrides": {"A": "b:C"}}}, id="code of the model"),
+        pytest.param({"vllm": {"attention_config": SimpleNamespace(use_non_causal=True)}}, id="attention"),
         pytest.param({"vllm": {"model_config.max_model_len": 1 << 17}}, id="longer rope"),
         pytest.param({"vllm": {"cache_config.cache_dtype": "fp8"}}, id="quantised cache"),
         pytest.param({"vllm": {"model_config.code_revision": "another"}}, id="revision of the model's code"),
@@ -61,6 +65,7 @@ IMAGES = SimpleNamespace(mm_processor_kwargs={"do_normalize": False}, mm_process
         pytest.param({"vllm": {"load_config.ignore_patterns": ["a*"]}}, id="weight files that are not loaded"),
         pytest.param({"vllm": {"load_config.model_loader_extra_config": {"pattern": "b*"}}}, id="how they are loaded"),
         pytest.param({"vllm": {"model_config.multimodal_config": IMAGES}}, id="how images are processed"),
+        pytest.param({"vllm": {"model_config.multimodal_config": VIDEOS}}, id="how videos are processed"),
         pytest.param({"vllm": {"cache_config.prefix_caching_hash_algo": "sha256_cbor"}}, id="hash algorithm"),
         pytest.param(
             {"vllm": {"model_config.hf_config": SimpleNamespace(to_dict=lambda: {"rope_theta": 2.0})}}, id="overrides"
@@ -71,6 +76,27 @@ def test_another_engine_finds_nothing(tmp_path: Path, change: dict[str, Any]) ->
     assert first_lookup(tmp_path) is MISS
     assert first_lookup(tmp_path) is PENDING, "the same engine finds it"
     assert first_lookup(tmp_path, **change) is MISS
+
+
+def test_modules_that_adapters_may_change_are_identity() -> None:
+    def config_of(modules: list[str] | None) -> str:
+        lora = SimpleNamespace(target_modules=modules, lora_dtype="auto")
+        with set_current_vllm_config(vllm_config([], {"vllm": {"lora_config": lora}})):
+            return model.model_identity((), None).config
+
+    assert config_of(None) == config_of(None) != config_of(["o_proj"])
+
+
+def test_length_set_by_memory_is_no_part_of_the_scope(tmp_path: Path) -> None:
+    """With --max-model-len auto, rope is made for the longest context; then the length is cut to what memory allows."""
+
+    def with_length(given: int, fitted: int) -> LookupResult:
+        lengths = {"model_config.original_max_model_len": given, "model_config.max_model_len": fitted}
+        return first_lookup(tmp_path, vllm=lengths)
+
+    assert with_length(-1, 4096) is MISS
+    assert with_length(-1, 4000) is PENDING
+    assert with_length(4000, 4000) is MISS
 
 
 def test_other_weights_find_nothing(tmp_path: Path) -> None:

@@ -141,8 +141,8 @@ class LoadJobs:
     def proceed(self, cache: TieredCache) -> None:
         """End parts that all ranks have read, which frees their slots, and lease the slots of the next parts.
 
-        What is read into host memory for all loads together takes at most half of its slots, or one for each load. Chunks
-        that are there anyway are leased at once, as many as there are: their slots are free again when they are copied.
+        What is read into host memory for all loads together takes at most half of its slots, or one for each load. All
+        chunks that are there anyway are leased at once: their slots are free again when they are copied.
         """
         slots = self._context.slots
         divided = [load for load in self._by_request.values() if load.pending]

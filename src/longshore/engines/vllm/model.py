@@ -30,7 +30,23 @@ _FROM_FILES = frozenset(
 )
 """Values of `load_format` with which weights come from the files in the model's directory, and from nowhere else."""
 
-_OF_MODEL = ("dtype", "quantization", "max_model_len", "disable_sliding_window", "model_impl", "code_revision")
+_OF_MODEL = (
+    *("dtype", "quantization", "quantization_config", "max_model_len", "disable_sliding_window"),
+    *("model_impl", "model_class_overrides", "code_revision"),
+)
+_OF_IMAGES = (
+    *("mm_processor_kwargs", "media_io_kwargs", "mm_device_do_normalize", "language_model_only"),
+    *("mm_encoder_attn_backend", "mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path"),
+    *("video_pruning_rate", "video_pruning_method"),
+)
+_OF_ATTENTION = (
+    *("use_non_causal", "use_prefill_query_quantization", "disable_flashinfer_q_quantization"),
+    *("indexer_kv_dtype", "indexer_sparse_logits"),
+)
+_OF_ADAPTERS = ("lora_dtype", "target_modules", "enable_tower_connector_lora", "enable_moe_shared_loras")
+_FITTED = -1
+"""Given as `max_model_len`: vLLM sets it to what there is memory for, after the model was loaded."""
+
 _OF_CACHE = (
     *("cache_dtype", "kv_cache_dtype_skip_layers"),
     *("mamba_cache_dtype", "mamba_ssm_cache_dtype", "mamba_cache_mode", "mamba_block_size"),
@@ -134,6 +150,8 @@ def model_identity(groups: Sequence[Any], memo: Path | None) -> ModelIdentity:
         config=settings_digest(
             [_effective(model) for model in models],
             _fields(vllm.cache_config, _OF_CACHE),
+            _fields(getattr(vllm, "attention_config", None), _OF_ATTENTION),
+            _fields(vllm.lora_config, _OF_ADAPTERS),
             [_fields(each, _OF_LOADING) for each in (vllm.load_config, _drafts_loaded_by(vllm))],
         ),
         weights=weights,
@@ -229,8 +247,11 @@ def _looks_back(spec: Any) -> int | None:
 
 def _effective(model: Any) -> dict[str, Any]:
     config = {key: value for key, value in model.hf_config.to_dict().items() if key not in UNNAMED}
-    images = _fields(getattr(model, "multimodal_config", None), ("mm_processor_kwargs",))
-    return {"config": config, **images, **_fields(model, _OF_MODEL)}
+    images = _fields(getattr(model, "multimodal_config", None), _OF_IMAGES)
+    fields = _fields(model, _OF_MODEL)
+    if getattr(model, "original_max_model_len", None) == _FITTED:
+        fields["max_model_len"] = _FITTED  # its rope is made for all the model can do, then memory cuts the length
+    return {"config": config, **images, **fields}
 
 
 def _fields(of: Any, names: Sequence[str]) -> dict[str, Any]:
