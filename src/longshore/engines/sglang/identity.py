@@ -73,13 +73,18 @@ def refuse(storage: Any, told: dict[str, Any]) -> None:
         raise EngineError(f"hicache_host_memory_mode is {told['hicache_host_memory_mode']!r}: expected 'cache'")
     if told["disaggregation_mode"] != "null":
         raise EngineError(f"disaggregation_mode is {told['disaggregation_mode']!r}: expected no disaggregation")
+    _refuse_weights(told)
+
+
+def _refuse_weights(told: dict[str, Any]) -> None:
+    """Raise `EngineError` for weights that may not be those in the model's files."""
+    if told["load_format"] not in _FROM_FILES:
+        raise EngineError(f"load_format is {told['load_format']!r}: expected one of {sorted(_FROM_FILES)}")
     if told.get("weight_cache_mode", "off") != "off":
         raise EngineError(
             f"weight_cache_mode is {told['weight_cache_mode']!r}: a daemon gives weights that it has loaded earlier, "
             "and the files may have changed since. Expected 'off'"
         )
-    if told["load_format"] not in _FROM_FILES:
-        raise EngineError(f"load_format is {told['load_format']!r}: expected one of {sorted(_FROM_FILES)}")
 
 
 def model_config() -> Any:
