@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -349,6 +350,23 @@ def test_scope_ignores_adapter_location_and_module_order(rigs: Rigs) -> None:
     )
 
 
+def test_servers_of_one_machine_share_pages_whatever_their_ports(rigs: Rigs) -> None:
+    """SGLang's own advice is another `engine_info_bootstrap_port` for each."""
+    other = {"engine_info_bootstrap_port": 6790, "sampling_backend": "pytorch", "watermark_key": "1234"}
+    assert scopes(rigs(under="a", told=other)) == scopes(rigs(under="b"))
+
+
+def test_every_byte_of_weights_in_another_place_counts(rigs: Rigs, tmp_path: Path) -> None:
+    experts = tmp_path / "experts"
+    experts.mkdir()
+    found = []
+    for name, content in (("a", b"some experts"), ("b", b"same experts"), ("c", b"some experts")):
+        (experts / "weights.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}" + content)
+        os.utime(experts / "weights.safetensors", (0, 0))
+        found.append(scopes(rigs(under=name, told={"kt_weight_path": str(experts)})))
+    assert found[0] == found[2] != found[1]
+
+
 def test_weights_that_change_begin_another_namespace_when_caches_are_flushed(rigs: Rigs) -> None:
     from sglang.srt.managers.cache_controller import HiCacheController
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
@@ -443,6 +461,7 @@ def test_threads_of_sglang_store_and_read_at_once(rigs: Rigs) -> None:
         ({"enable_lora": True}, {}, "enable_lora needs the setting salt"),
         ({"uno_lora_path": "/adapter"}, {}, "uno_lora_path"),
         ({"load_format": "dummy"}, {}, "load_format"),
+        ({"weight_cache_mode": "client"}, {}, "weight_cache_mode"),
         ({"disaggregation_mode": "prefill"}, {}, "disaggregation_mode"),
         ({"hicache_host_memory_mode": "buffer_only"}, {}, "hicache_host_memory_mode"),
         ({}, {"pp_size": 2}, "pp_size=2"),

@@ -24,8 +24,16 @@ _OTHERWISE = (
     *("model_path", "download_dir", "trust_remote_code", "weight_loader_prefetch_num_threads"),
     *("lora_paths", "max_loaded_loras", "max_loras_per_batch", "lora_eviction_policy", "lora_drain_wait_threshold"),
     *("enable_lora_overlap_loading", "lora_strict_loading"),
+    *("engine_info_bootstrap_port", "weight_cache_socket", "weight_cache_timeout", "model_checksum"),
+    *("modelopt_export_path", "modelopt_checkpoint_save_path", "mooncake_ib_device", "elastic_ep_scale_timeout"),
+    *("sampling_backend", "sampling_mask_max_tokens", "grammar_backend", "disable_outlines_disk_cache"),
+    *("enable_custom_logit_processor", "enable_return_hidden_states", "return_hidden_states_mode"),
+    *("enable_watermark", "watermark_config", "watermark_key", "watermark_key_b", "watermark_context_window"),
+    *("watermark_mixing_probability", "watermark_max_probability", "watermark_default_enabled"),
+    *("watermark_enforce_all", "enable_layerwise_nvtx_marker", "enable_profile_cuda_graph"),
 )
-"""Settings of these without effect on bytes; where weights lie is not what they are, and keys name the adapter."""
+"""Settings of these without effect on bytes; where weights lie is not what they are, and keys name the adapter. Ports
+and devices differ between servers, and how tokens are chosen decides which prompts there are, not their pages."""
 
 _FROM_FILES = frozenset({"auto", "safetensors", "fastsafetensors", "pt", "mistral", "gguf", "bitsandbytes"})
 """Values of `load_format` with which weights come from the files in the model's directory, and from nowhere else."""
@@ -65,8 +73,18 @@ def check_served(storage: Any, told: dict[str, Any]) -> None:
         raise EngineError(f"hicache_host_memory_mode is {told['hicache_host_memory_mode']!r}: expected 'cache'")
     if told["disaggregation_mode"] != "null":
         raise EngineError(f"disaggregation_mode is {told['disaggregation_mode']!r}: expected no disaggregation")
+    _refuse_weights(told)
+
+
+def _refuse_weights(told: dict[str, Any]) -> None:
+    """Raise `EngineError` for weights that may not be those in the model's files."""
     if told["load_format"] not in _FROM_FILES:
         raise EngineError(f"load_format is {told['load_format']!r}: expected one of {sorted(_FROM_FILES)}")
+    if told.get("weight_cache_mode", "off") != "off":
+        raise EngineError(
+            f"weight_cache_mode is {told['weight_cache_mode']!r}: a daemon gives weights that it has loaded earlier, "
+            "and the files may have changed since. Expected 'off'"
+        )
 
 
 def model_config() -> Any:
@@ -112,8 +130,9 @@ def scope_of(
 
 def _weights(told: dict[str, Any], memo: Path | None) -> str:
     paths = [model_path(told["model_path"], told["revision"], told["download_dir"])]
-    if told.get("quantization_param_path"):
-        paths.append(Path(told["quantization_param_path"]))
+    for name in ("quantization_param_path", "kt_weight_path"):
+        if told.get(name):
+            paths.append(Path(told[name]))
     return weights_digest(paths, process_began(), memo)
 
 
