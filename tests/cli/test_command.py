@@ -82,5 +82,5 @@ def test_wrong_settings_are_refused_before_torch_is_imported(
     arguments: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "longshore.cli.demo_runs", None)
-    with pytest.raises(LongshoreError, match="KEY=VALUE|/proc/nope"):
+    with pytest.raises(LongshoreError, match=r"KEY=VALUE|/proc/nope"):
         CliRunner().invoke(app, ["demo", *arguments], catch_exceptions=False)
