@@ -31,7 +31,7 @@ from longshore.tiers.arena import Arena, ArenaSettings
 from longshore.tiers.base import Op, Tier
 from longshore.tiers.remote.resp import RespStore
 from longshore.tiers.remote.settings import parse_url
-from longshore.tiers.remote.work import StoreError
+from longshore.tiers.remote.work import RemoteError
 
 IMAGE = TierTests.image_bytes
 TIMEOUT = 30.0
@@ -245,7 +245,7 @@ def test_renewed_certificates_are_used_without_a_restart(tmp_path: Path, monkeyp
     server = PeerServer(f"{where}?cert_file={certificate}&key_file={private}", source)
 
     def answers(store: RespStore) -> bool:
-        with contextlib.suppress(StoreError), contextlib.closing(store.connect()) as session:
+        with contextlib.suppress(RemoteError), contextlib.closing(store.connect()) as session:
             return session.call(b"PING", deadline=time.monotonic() + TIMEOUT) == b"PONG"
         return False
 
