@@ -200,7 +200,9 @@ def test_of_one_hint_and_gap_more_uses_promise_no_less() -> None:
     rates = HitRates()
     rates.add_hints()
     rates._reached[:] = 1e6
-    often = {hint: [KIND_OF[hint << HINT | ONCE + 8 * (uses - 1) | 2] for uses in (1, 2, 8)] for hint in (0, ENDS, CLASS)}
+    often = {
+        hint: [KIND_OF[hint << HINT | ONCE + 8 * (uses - 1) | 2] for uses in (1, 2, 8)] for hint in (0, ENDS, CLASS)
+    }
     for kinds in often.values():
         rates._back[kinds, 5] = 0.3e6, 0.2e6, 0.1e6
     for kinds in often.values():
