@@ -150,7 +150,7 @@ class Tiers(NoTiers):
             offload = cache.store({group: GroupKeys(path, first, prompt_tokens=text)}, {group: blocks})[group]
             if offload.job is not None:
                 self._guard.add(offload.job, [blocks[position - first] for position in offload.positions])
-        return set(range(first, len(path))).difference(offload.known)
+        return set(range(first, len(path))).difference(offload.already_stored)
 
     def sleep(self, *, clear: bool) -> None:
         """Raises `TimeoutError` if copies do not end: the memory must stay then; call it again."""
