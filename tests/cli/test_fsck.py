@@ -151,7 +151,7 @@ def test_an_index_that_cannot_be_used_is_said(directory: Path) -> None:
 def test_duplicate_record_without_an_index_counts_once(directory: Path) -> None:
     with opened_harness(directory) as harness:
         harness.store(6, 0)  # the same key once more, elsewhere
-        harness.tier.discard([0])
+        harness.tier.delete_records([0])
     for name in ("index.0", "index.1"):
         (directory / name).write_bytes(b"")
     facts = told("fsck", directory)

@@ -477,10 +477,10 @@ def test_what_is_not_served_is_refused_by_name(
 ) -> None:
     rig = rigs()
     storage = SimpleNamespace(**vars(rig.storage._storage_config))
-    identity.refuse(storage, identity.settings())
+    identity.check_served(storage, identity.settings())
     vars(storage).update(config)
     with pytest.raises(EngineError, match=named):
-        identity.refuse(storage, {**identity.settings(), **told})
+        identity.check_served(storage, {**identity.settings(), **told})
 
 
 def test_keys_that_are_none_make_no_pages_and_no_exception(rigs: Rigs, caplog: pytest.LogCaptureFixture) -> None:
