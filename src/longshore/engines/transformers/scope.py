@@ -22,6 +22,7 @@ as an open file in a hook's closure, the scope is private to this process: no la
 
 from __future__ import annotations
 
+import _ctypes
 import ctypes
 import enum
 import functools
@@ -57,8 +58,8 @@ _VERSIONED = sys.stdlib_module_names | {"builtins", "torch", "longshore"}
 _CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype)
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, np.dtype, PurePath, types.GenericAlias,
     types.UnionType)  # fmt: skip
-_C_DATA = ctypes.c_int.__mro__[-2]
-_C_REFERENCES = (ctypes._Pointer, ctypes._CFuncPtr, ctypes.py_object)
+_C_DATA: Any = ctypes.c_int.__mro__[-2]
+_C_REFERENCES = (_ctypes._Pointer, _ctypes.CFuncPtr, ctypes.py_object)
 _STATELESS = (logging.Logger, type(threading.Lock()), type(threading.RLock()), ContextVar, object, types.EllipsisType,
     type(vars(namedtuple("_Named", "field"))["field"]))  # fmt: skip
 _CACHED = type(functools.lru_cache(lambda: None))
@@ -155,7 +156,7 @@ class ValueDigester:
                 return self._bytes_of(torch.empty(0, dtype=torch.uint8, device=value.device).set_(value))
             case int() | float() | str() | bytes():
                 plain = next(each for each in (int, float, str, bytes) if isinstance(value, each))
-                return pack(plain.__repr__(value), self._own(value, path))  # type: ignore[arg-type]
+                return pack(plain.__repr__(value), self._own(value, path))
             case np.generic():
                 return pack(str(value.dtype), value.tobytes())
             case np.ndarray() if not value.dtype.hasobject:
