@@ -138,7 +138,7 @@ class MooncakeSession:
 
     def fetch(self, work: WorkQueue) -> None:
         """Fetch images until none waits."""
-        under_way: deque[_Call] = deque()
+        under_way: deque[_BatchCall] = deque()
         again: list[Image] = []
         areas = itertools.cycle(range(0, _CALLS * _AREA, _AREA))
         while True:
@@ -147,7 +147,7 @@ class MooncakeSession:
                 deadline = under_way[0].deadline if under_way else None
                 if not (images := self._next_call(work, again, deadline)):
                     break
-                under_way.append(read := _Call(images, next(areas)))
+                under_way.append(read := _BatchCall(images, next(areas)))
                 self._order(read.deadline, *self._described(read, "read", "get"))
             if not under_way:
                 return
@@ -159,7 +159,7 @@ class MooncakeSession:
     def store(self, work: WorkQueue, is_bad: Callable[[bytes], bool], refusal: Refusal) -> None:
         """Store images until none waits; those that are there are not sent again, unless known to be bad."""
         again: list[Image] = []
-        under_way: deque[_Call] = deque()
+        under_way: deque[_BatchCall] = deque()
 
         def end_oldest() -> None:
             codes, write = self._codes(under_way[0].deadline), under_way.popleft()
@@ -179,7 +179,7 @@ class MooncakeSession:
             for part, area in zip(_parts(waiting), itertools.cycle(range(0, _CALLS * _AREA, _AREA)), strict=False):
                 if len(under_way) == _CALLS:
                     end_oldest()
-                under_way.append(write := _Call(part, area))
+                under_way.append(write := _BatchCall(part, area))
                 self._prepare(write)
                 replaced = [image.address in bad for image in part]
                 self._order(write.deadline, *self._described(write, "write", "put"), replaced)
@@ -250,7 +250,7 @@ class MooncakeSession:
             return Status.SHORT if code < expected else Status.MISMATCH
         return Status.NOT_FOUND if code == _NOT_THERE else Status.UNAVAILABLE
 
-    def _prepare(self, write: _Call) -> None:
+    def _prepare(self, write: _BatchCall) -> None:
         """Put headers into the buffer, and behind each its image if they are small."""
         for image, at in zip(write.images, write.places(), strict=True):
             behind = at + HEADER_BYTES
@@ -262,7 +262,7 @@ class MooncakeSession:
                 self._memory[at:behind] = pack_header(image.identity, image.memory)
 
     @staticmethod
-    def _described(call: _Call, small: str, large: str) -> tuple[object, ...]:
+    def _described(call: _BatchCall, small: str, large: str) -> tuple[object, ...]:
         """An order for the values of `call`, which is `small` if they lie in the buffer as a whole, else `large`."""
         names = [image.address.decode() for image in call.images]
         if call.is_small:
@@ -321,7 +321,7 @@ class MooncakeSession:
         return seconds if seconds < math.inf else None
 
 
-class _Call(NamedTuple):
+class _BatchCall(NamedTuple):
     """A call that reads or writes `images`, with memory from `area` on."""
 
     images: list[Image]
