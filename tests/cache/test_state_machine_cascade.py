@@ -104,7 +104,7 @@ def test_batched_copies_equal_those_one_by_one(seed: int, monkeypatch: pytest.Mo
         together.live()
     settled = 0
 
-    def one_by_one(self: Evictor, *_: object) -> tuple[int, int, int]:
+    def one_by_one(self: Evictor, *_: object, **__: object) -> tuple[int, int, int]:
         nonlocal settled
         settled += 1
         return 0, 0, 1

@@ -148,52 +148,41 @@ class Evictor:
         With `spare_dirty`, copies that are to be copied down first are not evicted. Chunks that the policy ranks and
         only warmer tiers have are refused then, and count: no copy of them needs room.
         """
-        policy, gone, several = self._state.policy_of(tier, pool), 0, min(count, _AT_FIRST)
+        policy, gone = self._state.policy_of(tier, pool), 0
         rounds = _ROUNDS * len(policy) + _AT_LEAST
-        ahead: list[int] = []  # victims named and not yet processed
+        ahead, done = list[int](), 0  # victims named and not yet processed; how many the last round processed
         held, most_held = 0, _MOST_HELD if spare_dirty and 0 < tier == self._state.coldest else math.inf
         while gone < count:
             if held > most_held:
                 self._state.changes += 1  # so that backups are ordered again
                 break
-            if len(ahead) < several:
-                ahead = policy.next_victims(several + min(several, _AT_LEAST))
-            nodes = ahead[:several]
-            priority = self._state.priorities.of(nodes[0]) if nodes else HIGHEST_PRIORITY
-            if not spare_dirty and (some := self._evict_passed_over(tier, count - gone, pool, priority)):
-                gone += some
-                several, ahead = min(count - gone, _AT_FIRST), []
+            left = count - gone
+            ahead = ahead or policy.next_victims(min(max(left + min(left, _AT_LEAST), 2 * done), _AT_FIRST))
+            priority = self._state.priorities.of(ahead[0]) if ahead else HIGHEST_PRIORITY
+            if not spare_dirty and (some := self._evict_passed_over(tier, left, pool, priority)):
+                gone, ahead = gone + some, []
                 continue
-            if not nodes or (spare_dirty and self._is_lower_waiting(tier, pool, priority)):
+            if not ahead or (spare_dirty and self._is_lower_waiting(tier, pool, priority)):
                 break
             rounds -= 1
             if rounds < 0:
                 name = self._state.levels[tier].name
                 raise IntegrityError(f"{name} tier: the eviction policy names the same victims repeatedly")
-            if spare_dirty and (passed := self._state.backlog.leading_sole(nodes, tier)):
-                self._remember(nodes[:passed], tier, pool)
-                policy.hold_victims(nodes[:passed])
-                several, ahead = max(2 * passed, _AT_LEAST), ahead[passed:]
-                continue
+            nodes = ahead
             if self._state.coldest_ranks_all and tier == self._state.coldest:
                 warmer, alike = self._leading_alike(nodes, tier)
                 nodes = nodes[:alike]
                 if warmer:
-                    done, refused, freed = self._refuse(nodes[: count - gone]) if spare_dirty else (alike, 0, [])
+                    done, refused, freed = self._refuse(nodes[:left]) if spare_dirty else (alike, 0, [])
                     policy.hold_victims(nodes[:done])
                     policy.release(freed)
                     gone, held, ahead = gone + refused, held + done - refused, [] if freed else ahead[done:]
                     continue
-            free, done, unclear = self._evict_batch(nodes, tier, policy, count - gone)
-            gone, ahead = gone + free, ahead[done:] if done else []
-            several = min(max(2 * (free or done), _AT_LEAST), _AT_FIRST)
-            if free or not done:
-                several = min(several, count - gone)
-            else:
-                held += done
-                self._remember_copied(nodes[:done], tier, pool)
+            free, done, unclear = self._evict_batch(nodes, tier, pool, left, spare_dirty=spare_dirty)
+            gone, held, ahead = gone + free, held + max(0, done - free), ahead[done:] if done else []
             if unclear:
-                gone += self._evict_few(tier, min(several, unclear), pool, spare_dirty=spare_dirty)
+                some = min(unclear, count - gone, _AT_LEAST)
+                gone += self._evict_few(tier, some, pool, spare_dirty=spare_dirty)
         return gone
 
     def can_evict(self, node: int, tier: int, going: Collection[int] = ()) -> bool:
@@ -258,31 +247,37 @@ class Evictor:
     def _refuse(self, nodes: Sequence[int]) -> tuple[int, int, list[int]]:
         """Refuse copies of those of `nodes`, the next victims of all tiers, that only warmer tiers have.
 
-        They need no copy, and are evicted where they are. Ends where the parent may be the next victim. Returns how
-        many leading ones are to be held, how many of them were refused, and the parent to release then, if any.
+        They need no copy, and are evicted where they are. A chunk with a child that is copied down needs one. Ends
+        where the parent may be the next victim. Returns how many leading ones are to be held, how many of them were
+        refused, and the parent to release then, if any.
         """
-        state, policy, refused = self._state, self._state.policies[self._state.coldest], 0
+        state, policy, refused = self._state, self._state.policies[self._state.coldest], list[int]()
+        at, parent, waits = as_i32(nodes), state.index.parent, state.backlog.waits_for_use
+        needed = Counter(parent[child] for child in state.index.all_children(nodes).tolist() if not waits(child))
         freed, seen = list[int](), set[int]()
-        for node in nodes:
+        for node, may in zip(nodes, self._may_be_refused(at).tolist(), strict=True):
             seen.add(node)
-            if self._may_be_refused(node) and state.refuse((node,)):
-                refused += 1
-                parent = state.index.parent[node]
-                if parent in seen or policy.is_held(parent):
-                    freed.append(parent)
+            if may and not needed[node]:
+                refused.append(node)
+                above = parent[node]
+                needed[above] -= 1
+                if above in seen or policy.is_held(above):
+                    freed.append(above)
                     break
-        state.counters.drops[state.levels[state.coldest].name][DropReason.ADMISSION] += refused
-        return len(seen), refused, freed
+        state.refuse(refused)
+        state.counters.drops[state.levels[state.coldest].name][DropReason.ADMISSION] += len(refused)
+        return len(seen), len(refused), freed
 
-    def _may_be_refused(self, node: int) -> bool:
-        """Whether `node` is dirty, and neither a transfer, a lease, a lookup of this step nor a descendant needs it."""
-        state, index = self._state, self._state.index
-        tier, backlog = index.coldest_tier(node), state.backlog
-        if not backlog.is_dirty(node, tier) or state.pools[tier].readers[index.slot[tier][node]]:
-            return False
-        if state.is_pinned(node) or self._is_pinned_in_host(node, tier):
-            return False
-        return all(backlog.waits_for_use(child) for child in index.children(node))
+    def _may_be_refused(self, at: npt.NDArray[np.int32]) -> Mask:
+        """Which of the nodes `at` are dirty, and neither a transfer, a lease nor a lookup of this step needs them."""
+        state = self._state
+        may: Mask = u8_view(state.protected)[at] == 0
+        tiers = state.backlog.dirty_in(at)
+        may &= tiers >= 0
+        for tier in range(state.coldest):
+            here = tiers == tier
+            may[here] &= self._idle(at[here], tier)
+        return self._unpinned(may, at)
 
     def _remember(self, nodes: Sequence[int], tier: int, pool: int) -> None:
         """Record chunks of one priority that were passed over."""
@@ -375,28 +370,38 @@ class Evictor:
 
     # ------------------------------------------------------------------ in batches
 
-    def _evict_batch(self, nodes: Sequence[int], tier: int, policy: EvictionPolicy, most: int) -> tuple[int, int, int]:
-        """Evict at most `most` of the victims `nodes`, or hold some: the leading ones that are alike.
+    def _evict_batch(
+        self, nodes: Sequence[int], tier: int, pool: int, most: int, *, spare_dirty: bool
+    ) -> tuple[int, int, int]:
+        """Evict at most `most` of the victims `nodes`, and hold those between them: the leading ones up to sole copies
+        that may be evicted; or these.
 
         Returns how many were evicted; how many leading ones were evicted or held, 0 if others became evictable; and how
         many leading ones must be examined one by one.
         """
-        at = np.array(nodes, np.int32)
-        safe, sole = self._classify(at, tier)
-        if run := min(count_leading(safe), most):
-            self._drop_copies(nodes[:run], at[:run], tier)
-            return run, run, 0
-        kept = 0
-        if not sole[0]:
-            kept = count_leading(~safe & ~sole)
-        elif alone := count_leading(sole & self._state.backlog.are_clean(at)):
-            going, kept = self._leaves(nodes[:alone], at[:alone], tier, policy, most)
-            if going:
-                self._drop_leaves(going, tier)
-                return len(going), 0, 0
-        if kept:
+        policy, at = self._state.policy_of(tier, pool), as_i32(nodes)
+        (safe, sole), clean = self._classify(at, tier), self._state.backlog.are_clean(at)
+        if run := count_leading(~sole if not spare_dirty else ~sole | ~clean):
+            going = safe[:run].nonzero()[0][:most]
+            if len(going) == most:
+                run = int(going[-1]) + 1
+            if len(going) < run:
+                policy.hold_victims(nodes[:run])
+                passed_over = sole[:run]
+                if self._state.priorities.used:
+                    passed_over |= [self._is_being_copied_down(node, tier) for node in nodes[:run]] & ~safe[:run]
+                self._remember(at[:run][passed_over].tolist(), tier, pool)
+            if len(going):
+                self._drop_copies(at[going], tier)
+            return len(going), run, 0
+        if not (alone := count_leading(sole & clean)):
+            return 0, 0, count_leading(~safe)
+        leaves, kept = self._leaves(nodes[:alone], at[:alone], tier, policy, most)
+        if leaves:
+            self._drop_leaves(leaves, tier)
+        else:
             policy.hold_victims(nodes[:kept])
-        return 0, kept, 0 if kept else count_leading(~safe)
+        return len(leaves), kept, 0
 
     def _classify(self, at: npt.NDArray[np.int32], tier: int) -> tuple[Mask, Mask]:
         """Which of the nodes `at` are safe, and which have their only copy in `tier`; bool, of the same shape."""
@@ -470,9 +475,9 @@ class Evictor:
                 return going[:most]
         return [*going, *nodes[begin:]][:most]
 
-    def _drop_copies(self, nodes: Sequence[int], at: npt.NDArray[np.int32], tier: int) -> None:
+    def _drop_copies(self, at: npt.NDArray[np.int32], tier: int) -> None:
         """Evict safe copies, of which a colder tier keeps another."""
-        state, index = self._state, self._state.index
+        state, index, nodes = self._state, self._state.index, at.tolist()
         slots = i32_view(index.slot[tier])[at]
         self._log(nodes, tier)
         state.observe_ages(tier, slots)
@@ -539,8 +544,12 @@ class Evictor:
         for other in index.tiers:
             if other != tier:
                 free &= i32_view(index.slot[other])[at] < 0
-        if state.pins:
-            free &= [node not in state.pins for node in at.tolist()]
+        return self._unpinned(free, at)
+
+    def _unpinned(self, free: Mask, at: npt.NDArray[np.int32]) -> Mask:
+        """`free` for those of the nodes `at` that no lease pins."""
+        if pins := self._state.pins:
+            free &= [node not in pins for node in at.tolist()]
         return free
 
     def _log(self, nodes: Sequence[int], tier: int) -> None:
