@@ -21,7 +21,7 @@ from itertools import takewhile
 import numpy as np
 import numpy.typing as npt
 
-from longshore.cache.columns import LISTS, LinkedLists, as_i32, count_leading, i32_view, u8_view, unique
+from longshore.cache.columns import LISTS, LinkedLists, as_i32, i32_view, u8_view, unique
 from longshore.cache.index import Index
 from longshore.cache.nodes import ORPHANS, ROOT
 from longshore.cache.pool import READY

@@ -38,7 +38,7 @@ from longshore.boundary import Key
 from longshore.cache.columns import as_i32, count_leading, i32_view, u8_view
 from longshore.cache.events import EVICTED
 from longshore.cache.eviction import EvictionPolicy
-from longshore.cache.nodes import ORPHANS
+from longshore.cache.nodes import ORPHANS, ROOT
 from longshore.cache.pool import DRAINING, READY
 from longshore.cache.settings import HIGHEST_PRIORITY
 from longshore.cache.slab_pool import SlabPool
@@ -166,23 +166,11 @@ class Evictor:
                 break
             rounds -= 1
             if rounds < 0:
-                name = self._state.levels[tier].name
-                raise IntegrityError(f"{name} tier: the eviction policy names the same victims repeatedly")
-            nodes = ahead
-            if self._state.coldest_ranks_all and tier == self._state.coldest:
-                warmer, alike = self._leading_alike(nodes, tier)
-                nodes = nodes[:alike]
-                if warmer:
-                    done, refused, freed = self._refuse(nodes[:left]) if spare_dirty else (alike, 0, [])
-                    policy.hold_victims(nodes[:done])
-                    policy.release(freed)
-                    gone, held, ahead = gone + refused, held + done - refused, [] if freed else ahead[done:]
-                    continue
-            free, done, unclear = self._evict_batch(nodes, tier, pool, left, spare_dirty=spare_dirty)
-            gone, held, ahead = gone + free, held + max(0, done - free), ahead[done:] if done else []
+                raise IntegrityError(f"{self._state.pools[tier].where}the policy names the same victims repeatedly")
+            free, kept, ahead, unclear = self._evict_batch(ahead, tier, pool, left, spare_dirty=spare_dirty)
+            gone, held, done = gone + free, held + kept, free + kept
             if unclear:
-                some = min(unclear, count - gone, _AT_LEAST)
-                gone += self._evict_few(tier, some, pool, spare_dirty=spare_dirty)
+                gone += self._evict_few(tier, min(unclear, left, _AT_LEAST), pool, spare_dirty=spare_dirty)
         return gone
 
     def can_evict(self, node: int, tier: int, going: Collection[int] = ()) -> bool:
@@ -221,9 +209,10 @@ class Evictor:
                 gone += 1
             else:
                 policy.hold(node)
-                self._remember_copied((node,), tier, pool)
-                if spare_dirty and self._is_only_warmer(node, tier):
-                    _, refused, freed = self._refuse((node,))
+                if self._state.priorities.used and self._is_being_copied_down(node, tier):
+                    self._remember((node,), tier, pool)
+                if spare_dirty and self._state.coldest_ranks_all and tier == self._state.coldest:
+                    _, refused, freed = self._refuse((node,), 1)
                     policy.release(freed)
                     gone += refused
         return gone
@@ -234,39 +223,39 @@ class Evictor:
 
     # ------------------------------------------------------------------ what the coldest tier ranks, and does not have
 
-    def _is_only_warmer(self, node: int, tier: int) -> bool:
-        """Whether `node`, which the policy of `tier` ranks, is in warmer tiers only."""
-        return self._state.coldest_ranks_all and tier == self._state.coldest and self._state.index.slot[tier][node] < 0
+    def _refuse(self, nodes: Sequence[int], most: int) -> tuple[int, int, list[int]]:
+        """Refuse copies of at most `most` of `nodes`, the next victims of all tiers, that only warmer tiers have.
 
-    def _leading_alike(self, nodes: Sequence[int], tier: int) -> tuple[bool, int]:
-        """Whether the first of `nodes` is in warmer tiers only, and how many lead that are alike in this."""
-        warmer = i32_view(self._state.index.slot[tier])[as_i32(nodes)] < 0
-        first = bool(warmer[0])
-        return first, count_leading(warmer == first)
-
-    def _refuse(self, nodes: Sequence[int]) -> tuple[int, int, list[int]]:
-        """Refuse copies of those of `nodes`, the next victims of all tiers, that only warmer tiers have.
-
-        They need no copy, and are evicted where they are. A chunk with a child that is copied down needs one. Ends
-        where the parent may be the next victim. Returns how many leading ones are to be held, how many of them were
-        refused, and the parent to release then, if any.
+        They need no copy, and are evicted where they are. A chunk with a child that is copied down needs one. A held
+        parent is refused, too, if it is the next victim then. Ends where it may be that, and is not refused. Returns
+        how many leading ones are to be held, how many were refused, and the parent to release then, if any.
         """
         state, policy, refused = self._state, self._state.policies[self._state.coldest], list[int]()
-        at, parent, waits = as_i32(nodes), state.index.parent, state.backlog.waits_for_use
+        parent, waits = state.index.parent, state.backlog.waits_for_use
         needed = Counter(parent[child] for child in state.index.all_children(nodes).tolist() if not waits(child))
-        freed, seen = list[int](), set[int]()
-        for node, may in zip(nodes, self._may_be_refused(at).tolist(), strict=True):
+        freed, seen, may = list[int](), set[int](), self._may_be_refused(as_i32(nodes)).tolist()
+        for position, node in enumerate(nodes):
             seen.add(node)
-            if may and not needed[node]:
-                refused.append(node)
-                above = parent[node]
+            here = node if may[position] and not needed[node] else ROOT
+            while here and not freed:
+                refused.append(here)
+                below, above, here = here, parent[here], ROOT
                 needed[above] -= 1
-                if above in seen or policy.is_held(above):
+                if above not in seen:
+                    if not policy.is_held(above):
+                        break
+                    seen.add(above)
+                    needed[above] += sum(not waits(child) for child in state.index.children(above))
+                may_follow = len(refused) < most and not needed[above] and policy.victims_after(below, (above,))
+                if may_follow and self._may_be_refused(as_i32((above,)))[0]:
+                    here = above
+                else:
                     freed.append(above)
-                    break
+            if freed or len(refused) == most:
+                break
         state.refuse(refused)
         state.counters.drops[state.levels[state.coldest].name][DropReason.ADMISSION] += len(refused)
-        return len(seen), len(refused), freed
+        return position + 1, len(refused), freed
 
     def _may_be_refused(self, at: npt.NDArray[np.int32]) -> Mask:
         """Which of the nodes `at` are dirty, and neither a transfer, a lease nor a lookup of this step needs them."""
@@ -292,11 +281,6 @@ class Evictor:
         for key in index.key[as_i32(nodes)].tolist():
             queue[key] = None
             queue.move_to_end(key)
-
-    def _remember_copied(self, nodes: Sequence[int], tier: int, pool: int) -> None:
-        """Record those of the held `nodes` that are being copied down, if there are priorities."""
-        if self._state.priorities.used:
-            self._remember([node for node in nodes if self._is_being_copied_down(node, tier)], tier, pool)
 
     def _is_lower_waiting(self, tier: int, pool: int, priority: int) -> bool:
         """Whether a chunk of a priority below `priority` was passed over, and may be evicted after a copy."""
@@ -371,37 +355,42 @@ class Evictor:
     # ------------------------------------------------------------------ in batches
 
     def _evict_batch(
-        self, nodes: Sequence[int], tier: int, pool: int, most: int, *, spare_dirty: bool
-    ) -> tuple[int, int, int]:
-        """Evict at most `most` of the victims `nodes`, and hold those between them: the leading ones up to sole copies
-        that may be evicted; or these.
+        self, nodes: list[int], tier: int, pool: int, most: int, *, spare_dirty: bool
+    ) -> tuple[int, int, list[int], int]:
+        """Evict or refuse at most `most` of the victims `nodes`, and hold those between them: the leading ones up to
+        sole copies that may be evicted; or these.
 
-        Returns how many were evicted; how many leading ones were evicted or held, 0 if others became evictable; and how
-        many leading ones must be examined one by one.
+        Returns how many were evicted, how many were held, the others if they still are the next victims, and how many
+        leading ones must be examined one by one.
         """
-        policy, at = self._state.policy_of(tier, pool), as_i32(nodes)
-        (safe, sole), clean = self._classify(at, tier), self._state.backlog.are_clean(at)
-        if run := count_leading(~sole if not spare_dirty else ~sole | ~clean):
+        state, policy, at = self._state, self._state.policy_of(tier, pool), as_i32(nodes)
+        (safe, sole), clean = self._classify(at, tier), state.backlog.are_clean(at)
+        if run := count_leading(~sole | ~clean if spare_dirty else ~sole):
+            if state.coldest_ranks_all and tier == state.coldest:
+                run, refused, freed = self._refuse(nodes[:run], most) if spare_dirty else (run, 0, [])
+                policy.hold_victims(nodes[:run])
+                policy.release(freed)
+                return refused, max(0, run - refused), [] if freed else nodes[run:], 0
             going = safe[:run].nonzero()[0][:most]
             if len(going) == most:
                 run = int(going[-1]) + 1
             if len(going) < run:
                 policy.hold_victims(nodes[:run])
                 passed_over = sole[:run]
-                if self._state.priorities.used:
+                if state.priorities.used:
                     passed_over |= [self._is_being_copied_down(node, tier) for node in nodes[:run]] & ~safe[:run]
                 self._remember(at[:run][passed_over].tolist(), tier, pool)
             if len(going):
                 self._drop_copies(at[going], tier)
-            return len(going), run, 0
+            return len(going), run - len(going), nodes[run:], 0
         if not (alone := count_leading(sole & clean)):
-            return 0, 0, count_leading(~safe)
+            return 0, 0, [], count_leading(~safe)
         leaves, kept = self._leaves(nodes[:alone], at[:alone], tier, policy, most)
-        if leaves:
-            self._drop_leaves(leaves, tier)
-        else:
+        if not leaves:
             policy.hold_victims(nodes[:kept])
-        return len(leaves), kept, 0
+            return 0, kept, nodes[kept:], 0
+        self._drop_leaves(leaves, tier)
+        return len(leaves), 0, [], 0
 
     def _classify(self, at: npt.NDArray[np.int32], tier: int) -> tuple[Mask, Mask]:
         """Which of the nodes `at` are safe, and which have their only copy in `tier`; bool, of the same shape."""
