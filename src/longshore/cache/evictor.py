@@ -12,7 +12,8 @@ Victims are examined in batches, as arrays, with the same result and order as on
     spared   only a warmer tier has another copy, it is being read or copied down, or it is pinned in host memory
     sole     the only copy: in the last tier, or if it is not to be copied down, it may go once no descendant is left
 
-Slabs, and dirty copies but for those that lead a batch, are examined one by one.
+A batch ends before a sole copy that may be evicted. All safe copies before it are evicted at once, and all others held.
+Slabs, and dirty copies that need not be spared, are examined one by one.
 
 Priorities. Chunks of a higher priority are not evicted while ones of a lower priority are dirty, or are being copied
 down: these are evicted first, when their copies have ended or without a copy.
