@@ -129,6 +129,28 @@ def test_chunk_of_raised_priority_loses_its_turn() -> None:
     assert evictor.evict(0, 1, spare_dirty=False) == 1
 
 
+def test_clean_chunks_between_dirty_ones_go_in_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiers = [TierSpec(HOST, 32, 64, LRU), TierSpec(FILE, 64, 64, LRU)]
+    cache, held = TieredCache(tiers, CacheSettings()), list[int]()
+    for name in range(16):
+        store(cache, name)
+    for name in range(0, 16, 2):
+        cache._offloader._copy_down([cache._state.index.get(path(name, 1)[0])], 0)
+    settle(cache)
+    hold = LRU.hold_victims
+
+    def counted(policy: LRU, nodes: Sequence[int]) -> None:
+        held.append(len(nodes))
+        hold(policy, nodes)
+
+    monkeypatch.setattr(LRU, "hold_victims", counted)
+    assert Evictor(cache._state).evict(0, 8, spare_dirty=True) == 8
+    here = {each.key for each in residents_of(cache) if each.slot.tier == HOST}
+    assert here == {path(name, 1)[0] for name in range(1, 16, 2)}
+    assert held == [15]
+    cache.check_integrity()
+
+
 def test_one_call_holds_a_bounded_number_of_file_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both tiers have all chunks; those that leave host memory first are the last ones of the file tier."""
     monkeypatch.setattr("longshore.cache.evictor._MOST_HELD", 40)

@@ -195,6 +195,6 @@ def test_batched_eviction_picks_the_same_as_one_by_one(
     policy: type[EvictionPolicy], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     together = Life(policy, seed).run(300)
-    monkeypatch.setattr(Evictor, "_evict_batch", lambda *_: (0, 0, 1))
+    monkeypatch.setattr(Evictor, "_evict_batch", lambda *_, **__: (0, 0, [], 1))
     assert together == Life(policy, seed).run(300)
     assert len(together) > 3000

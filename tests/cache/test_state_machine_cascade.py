@@ -104,10 +104,10 @@ def test_batched_copies_equal_those_one_by_one(seed: int, monkeypatch: pytest.Mo
         together.live()
     settled = 0
 
-    def one_by_one(self: Evictor, *_: object) -> tuple[int, int, int]:
+    def one_by_one(self: Evictor, *_: object, **__: object) -> tuple[int, int, list[int], int]:
         nonlocal settled
         settled += 1
-        return 0, 0, 1
+        return 0, 0, [], 1
 
     monkeypatch.setattr(Evictor, "_evict_batch", one_by_one)
     alone = Waterfall(seed)

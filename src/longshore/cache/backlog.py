@@ -21,7 +21,7 @@ from itertools import takewhile
 import numpy as np
 import numpy.typing as npt
 
-from longshore.cache.columns import LISTS, LinkedLists, as_i32, count_leading, i32_view, u8_view, unique
+from longshore.cache.columns import LISTS, LinkedLists, as_i32, i32_view, u8_view, unique
 from longshore.cache.index import Index
 from longshore.cache.nodes import ORPHANS, ROOT
 from longshore.cache.pool import READY
@@ -63,16 +63,10 @@ class Backlog:
         """Whether the nodes `at` are not to be copied down: some tier below has them, or rejected them; bool."""
         return u8_view(self._mark)[at] == _CLEAN if self._last else np.ones(len(at), bool)
 
-    def leading_sole(self, nodes: Sequence[int], tier: int) -> int:
-        """The number of leading `nodes` that are dirty in `tier`, and in no other tier."""
-        if not self.is_dirty(nodes[0], tier):
-            return 0
-        at = np.array(nodes, np.int32)
-        mark = u8_view(self._mark)[at]
-        sole = (mark == _waiting(tier)) | (mark == _waiting(tier) + 1)
-        for warmer in range(tier):
-            sole &= i32_view(self._index.slot[warmer])[at] < 0
-        return count_leading(sole)
+    def dirty_in(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.int8]:
+        """The tier in which each of the nodes `at` is dirty; -1 for none."""
+        tiers: npt.NDArray[np.int8] = (u8_view(self._mark)[at].astype(np.int8) - 1) // 2
+        return tiers
 
     def update(self, node: int) -> bool:
         """Update the mark of `node` after a change of its copies; returns whether it has become clean."""
@@ -145,17 +139,10 @@ class Backlog:
         """Whether `node` is not copied before its next use."""
         return bool(self._needs_use[node])
 
-    def reject(self, nodes: Sequence[int]) -> list[int]:
-        """Copy the queued `nodes`, and chunks that wait for them, only after their next use; returns all of them."""
-        rejected, left = list[int](), list(nodes)
-        while left:
-            node = left.pop()
-            if mark := self._mark[node]:
-                left += (child for child in self._index.children(node) if self.is_dirty(child, _tier(mark)))
-                self._needs_use[node] = 1
-                rejected.append(node)
-        self.update_all(rejected)
-        return rejected
+    def reject(self, nodes: Sequence[int]) -> None:
+        """Copy the dirty `nodes`, which no dirty chunk of their tier waits for, only after their next use."""
+        u8_view(self._needs_use)[as_i32(nodes)] = 1
+        self.update_all(nodes)
 
     def arrived(self, nodes: Sequence[int]) -> None:
         """`nodes`, parents first, have become ready. A chunk after one that is not copied is not copied, either."""

@@ -12,7 +12,8 @@ Victims are examined in batches, as arrays, with the same result and order as on
     spared   only a warmer tier has another copy, it is being read or copied down, or retained for a prefetch
     sole     the only copy: in the last tier, or if it is not to be copied down, it may go once no descendant is left
 
-Slabs, and dirty copies but for those that lead a batch, are examined one by one.
+A batch ends before a sole copy that may be evicted. All safe copies before it are evicted at once, and all others held.
+Slabs, and dirty copies that need not be spared, are examined one by one.
 
 Priorities. Chunks of a higher priority are not evicted while ones of a lower priority are dirty, or are being copied
 down: these are evicted first, when their copies have ended or without a copy.
@@ -38,7 +39,7 @@ from longshore.boundary import Key
 from longshore.cache.columns import as_i32, count_leading, i32_view, u8_view
 from longshore.cache.events import EVICTED
 from longshore.cache.eviction import EvictionPolicy
-from longshore.cache.nodes import ORPHANS
+from longshore.cache.nodes import ORPHANS, ROOT
 from longshore.cache.pool import DRAINING, READY
 from longshore.cache.settings import HIGHEST_PRIORITY
 from longshore.cache.slab_pool import SlabPool
@@ -148,52 +149,29 @@ class Evictor:
         With `spare_dirty`, copies that are to be copied down first are not evicted. Chunks that the policy ranks and
         only warmer tiers have are rejected then, and count: no copy of them needs room.
         """
-        policy, gone, several = self._state.policy_of(tier, size_class), 0, min(count, _AT_FIRST)
+        policy, gone = self._state.policy_of(tier, size_class), 0
         rounds = _ROUNDS * len(policy) + _AT_LEAST
-        ahead: list[int] = []  # victims named and not yet processed
+        ahead, done = list[int](), 0  # victims named and not yet processed; how many the last round processed
         held, most_held = 0, _MOST_HELD if spare_dirty and 0 < tier == self._state.coldest else math.inf
         while gone < count:
             if held > most_held:
                 self._state.changes += 1  # so that backups are ordered again
                 break
-            if len(ahead) < several:
-                ahead = policy.next_victims(several + min(several, _AT_LEAST))
-            nodes = ahead[:several]
-            priority = self._state.priorities.of(nodes[0]) if nodes else HIGHEST_PRIORITY
-            if not spare_dirty and (some := self._evict_passed_over(tier, count - gone, size_class, priority)):
-                gone += some
-                several, ahead = min(count - gone, _AT_FIRST), []
+            left = count - gone
+            ahead = ahead or policy.next_victims(min(max(left + min(left, _AT_LEAST), 2 * done), _AT_FIRST))
+            priority = self._state.priorities.of(ahead[0]) if ahead else HIGHEST_PRIORITY
+            if not spare_dirty and (some := self._evict_passed_over(tier, left, size_class, priority)):
+                gone, ahead = gone + some, []
                 continue
-            if not nodes or (spare_dirty and self._is_lower_waiting(tier, size_class, priority)):
+            if not ahead or (spare_dirty and self._is_lower_waiting(tier, size_class, priority)):
                 break
             rounds -= 1
             if rounds < 0:
-                name = self._state.tiers[tier].name
-                raise IntegrityError(f"{name} tier: the eviction policy names the same victims repeatedly")
-            if spare_dirty and (passed := self._state.backlog.leading_sole(nodes, tier)):
-                self._remember(nodes[:passed], tier, size_class)
-                policy.hold_victims(nodes[:passed])
-                several, ahead = max(2 * passed, _AT_LEAST), ahead[passed:]
-                continue
-            if self._state.coldest_ranks_all and tier == self._state.coldest:
-                warmer, alike = self._leading_alike(nodes, tier)
-                nodes = nodes[:alike]
-                if warmer:
-                    done, rejected, freed = self._reject(nodes[: count - gone]) if spare_dirty else (alike, 0, [])
-                    policy.hold_victims(nodes[:done])
-                    policy.release(freed)
-                    gone, held, ahead = gone + rejected, held + done - rejected, [] if freed else ahead[done:]
-                    continue
-            free, done, unclear = self._evict_batch(nodes, tier, policy, count - gone)
-            gone, ahead = gone + free, ahead[done:] if done else []
-            several = min(max(2 * (free or done), _AT_LEAST), _AT_FIRST)
-            if free or not done:
-                several = min(several, count - gone)
-            else:
-                held += done
-                self._remember_copied(nodes[:done], tier, size_class)
+                raise IntegrityError(f"{self._state.pools[tier].where}the policy names the same victims repeatedly")
+            free, kept, ahead, unclear = self._evict_batch(ahead, tier, size_class, left, spare_dirty=spare_dirty)
+            gone, held, done = gone + free, held + kept, free + kept
             if unclear:
-                gone += self._evict_few(tier, min(several, unclear), size_class, spare_dirty=spare_dirty)
+                gone += self._evict_few(tier, min(unclear, left, _AT_LEAST), size_class, spare_dirty=spare_dirty)
         return gone
 
     def can_evict(self, node: int, tier: int, going: Collection[int] = ()) -> bool:
@@ -232,9 +210,10 @@ class Evictor:
                 gone += 1
             else:
                 policy.hold(node)
-                self._remember_copied((node,), tier, size_class)
-                if spare_dirty and self._is_only_warmer(node, tier):
-                    _, rejected, freed = self._reject((node,))
+                if self._state.priorities.used and self._is_being_copied_down(node, tier):
+                    self._remember((node,), tier, size_class)
+                if spare_dirty and self._state.coldest_ranks_all and tier == self._state.coldest:
+                    _, rejected, freed = self._reject((node,), 1)
                     policy.release(freed)
                     gone += rejected
         return gone
@@ -245,44 +224,50 @@ class Evictor:
 
     # ------------------------------------------------------------------ what the coldest tier ranks, and does not have
 
-    def _is_only_warmer(self, node: int, tier: int) -> bool:
-        """Whether `node`, which the policy of `tier` ranks, is in warmer tiers only."""
-        return self._state.coldest_ranks_all and tier == self._state.coldest and self._state.index.slot[tier][node] < 0
+    def _reject(self, nodes: Sequence[int], most: int) -> tuple[int, int, list[int]]:
+        """Reject copies of at most `most` of `nodes`, the next victims of all tiers, that only warmer tiers have.
 
-    def _leading_alike(self, nodes: Sequence[int], tier: int) -> tuple[bool, int]:
-        """Whether the first of `nodes` is in warmer tiers only, and how many lead that are alike in this."""
-        warmer = i32_view(self._state.index.slot[tier])[as_i32(nodes)] < 0
-        first = bool(warmer[0])
-        return first, count_leading(warmer == first)
-
-    def _reject(self, nodes: Sequence[int]) -> tuple[int, int, list[int]]:
-        """Refuse copies of those of `nodes`, the next victims of all tiers, that only warmer tiers have.
-
-        They need no copy, and are evicted where they are. Ends where the parent may be the next victim. Returns how
-        many leading ones are to be held, how many of them were rejected, and the parent to release then, if any.
+        They need no copy, and are evicted where they are. A chunk with a child that is copied down needs one. A held
+        parent is rejected, too, if it is the next victim then. Ends where it may be that, and is not rejected. Returns
+        how many leading ones are to be held, how many were rejected, and the parent to release then, if any.
         """
-        state, policy, rejected = self._state, self._state.policies[self._state.coldest], 0
-        freed, seen = list[int](), set[int]()
-        for node in nodes:
+        state, policy, rejected = self._state, self._state.policies[self._state.coldest], list[int]()
+        parent, waits = state.index.parent, state.backlog.waits_for_use
+        needed = Counter(parent[child] for child in state.index.all_children(nodes).tolist() if not waits(child))
+        freed, seen, may = list[int](), set[int](), self._may_be_rejected(as_i32(nodes)).tolist()
+        for position, node in enumerate(nodes):
             seen.add(node)
-            if self._may_be_rejected(node) and state.reject((node,)):
-                rejected += 1
-                parent = state.index.parent[node]
-                if parent in seen or policy.is_held(parent):
-                    freed.append(parent)
-                    break
-        state.counters.drops[state.tier_names[state.coldest]][DropReason.ADMISSION] += rejected
-        return len(seen), rejected, freed
+            here = node if may[position] and not needed[node] else ROOT
+            while here and not freed:
+                rejected.append(here)
+                below, above, here = here, parent[here], ROOT
+                needed[above] -= 1
+                if above not in seen:
+                    if not policy.is_held(above):
+                        break
+                    seen.add(above)
+                    needed[above] += sum(not waits(child) for child in state.index.children(above))
+                may_follow = len(rejected) < most and not needed[above] and policy.victims_after(below, (above,))
+                if may_follow and self._may_be_rejected(as_i32((above,)))[0]:
+                    here = above
+                else:
+                    freed.append(above)
+            if freed or len(rejected) == most:
+                break
+        state.reject(rejected)
+        state.counters.drops[state.tier_names[state.coldest]][DropReason.ADMISSION] += len(rejected)
+        return position + 1, len(rejected), freed
 
-    def _may_be_rejected(self, node: int) -> bool:
-        """Whether `node` is dirty, and neither a transfer, a lease, a lookup of this step nor a descendant needs it."""
-        state, index = self._state, self._state.index
-        tier, backlog = index.coldest_tier(node), state.backlog
-        if not backlog.is_dirty(node, tier) or state.pools[tier].readers[index.slot[tier][node]]:
-            return False
-        if state.is_referenced(node) or self._is_retained_in_host(node, tier):
-            return False
-        return all(backlog.waits_for_use(child) for child in index.children(node))
+    def _may_be_rejected(self, at: npt.NDArray[np.int32]) -> Mask:
+        """Which of the nodes `at` are dirty, and neither a transfer, a lease nor a lookup of this step needs them."""
+        state = self._state
+        may: Mask = u8_view(state.protected)[at] == 0
+        tiers = state.backlog.dirty_in(at)
+        may &= tiers >= 0
+        for tier in range(state.coldest):
+            here = tiers == tier
+            may[here] &= self._idle(at[here], tier)
+        return self._unreferenced(may, at)
 
     def _remember(self, nodes: Sequence[int], tier: int, size_class: int) -> None:
         """Record chunks of one priority that were passed over."""
@@ -297,11 +282,6 @@ class Evictor:
         for key in index.key[as_i32(nodes)].tolist():
             queue[key] = None
             queue.move_to_end(key)
-
-    def _remember_copied(self, nodes: Sequence[int], tier: int, size_class: int) -> None:
-        """Record those of the held `nodes` that are being copied down, if there are priorities."""
-        if self._state.priorities.used:
-            self._remember([node for node in nodes if self._is_being_copied_down(node, tier)], tier, size_class)
 
     def _is_lower_waiting(self, tier: int, size_class: int, priority: int) -> bool:
         """Whether a chunk of a priority below `priority` was passed over, and may be evicted after a copy."""
@@ -375,28 +355,43 @@ class Evictor:
 
     # ------------------------------------------------------------------ in batches
 
-    def _evict_batch(self, nodes: Sequence[int], tier: int, policy: EvictionPolicy, most: int) -> tuple[int, int, int]:
-        """Evict at most `most` of the victims `nodes`, or hold some: the leading ones that are alike.
+    def _evict_batch(
+        self, nodes: list[int], tier: int, size_class: int, most: int, *, spare_dirty: bool
+    ) -> tuple[int, int, list[int], int]:
+        """Evict or reject at most `most` of the victims `nodes`, and hold those between them: the leading ones up to
+        sole copies that may be evicted; or these.
 
-        Returns how many were evicted; how many leading ones were evicted or held, 0 if others became evictable; and how
-        many leading ones must be examined one by one.
+        Returns how many were evicted, how many were held, the others if they still are the next victims, and how many
+        leading ones must be examined one by one.
         """
-        at = np.array(nodes, np.int32)
-        safe, sole = self._classify(at, tier)
-        if run := min(count_leading(safe), most):
-            self._drop_copies(nodes[:run], at[:run], tier)
-            return run, run, 0
-        kept = 0
-        if not sole[0]:
-            kept = count_leading(~safe & ~sole)
-        elif alone := count_leading(sole & self._state.backlog.are_clean(at)):
-            going, kept = self._leaves(nodes[:alone], at[:alone], tier, policy, most)
-            if going:
-                self._drop_leaves(going, tier)
-                return len(going), 0, 0
-        if kept:
+        state, policy, at = self._state, self._state.policy_of(tier, size_class), as_i32(nodes)
+        (safe, sole), clean = self._classify(at, tier), state.backlog.are_clean(at)
+        if run := count_leading(~sole | ~clean if spare_dirty else ~sole):
+            if state.coldest_ranks_all and tier == state.coldest:
+                run, rejected, freed = self._reject(nodes[:run], most) if spare_dirty else (run, 0, [])
+                policy.hold_victims(nodes[:run])
+                policy.release(freed)
+                return rejected, max(0, run - rejected), [] if freed else nodes[run:], 0
+            going = safe[:run].nonzero()[0][:most]
+            if len(going) == most:
+                run = int(going[-1]) + 1
+            if len(going) < run:
+                policy.hold_victims(nodes[:run])
+                passed_over = sole[:run]
+                if state.priorities.used:
+                    passed_over |= [self._is_being_copied_down(node, tier) for node in nodes[:run]] & ~safe[:run]
+                self._remember(at[:run][passed_over].tolist(), tier, size_class)
+            if len(going):
+                self._drop_copies(at[going], tier)
+            return len(going), run - len(going), nodes[run:], 0
+        if not (alone := count_leading(sole & clean)):
+            return 0, 0, [], count_leading(~safe)
+        leaves, kept = self._leaves(nodes[:alone], at[:alone], tier, policy, most)
+        if not leaves:
             policy.hold_victims(nodes[:kept])
-        return 0, kept, 0 if kept else count_leading(~safe)
+            return 0, kept, nodes[kept:], 0
+        self._drop_leaves(leaves, tier)
+        return len(leaves), 0, [], 0
 
     def _classify(self, at: npt.NDArray[np.int32], tier: int) -> tuple[Mask, Mask]:
         """Which of the nodes `at` are safe, and which have their only copy in `tier`; bool, of the same shape."""
@@ -470,9 +465,9 @@ class Evictor:
                 return going[:most]
         return [*going, *nodes[begin:]][:most]
 
-    def _drop_copies(self, nodes: Sequence[int], at: npt.NDArray[np.int32], tier: int) -> None:
+    def _drop_copies(self, at: npt.NDArray[np.int32], tier: int) -> None:
         """Evict safe copies, of which a colder tier keeps another."""
-        state, index = self._state, self._state.index
+        state, index, nodes = self._state, self._state.index, at.tolist()
         slots = i32_view(index.slot[tier])[at]
         self._log(nodes, tier)
         state.observe_ages(tier, slots)
@@ -539,8 +534,12 @@ class Evictor:
         for other in index.tiers:
             if other != tier:
                 free &= i32_view(index.slot[other])[at] < 0
-        if state.refs:
-            free &= [node not in state.refs for node in at.tolist()]
+        return self._unreferenced(free, at)
+
+    def _unreferenced(self, free: Mask, at: npt.NDArray[np.int32]) -> Mask:
+        """`free` for those of the nodes `at` that no lease refs."""
+        if refs := self._state.refs:
+            free &= [node not in refs for node in at.tolist()]
         return free
 
     def _log(self, nodes: Sequence[int], tier: int) -> None:

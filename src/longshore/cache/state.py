@@ -300,11 +300,10 @@ class CacheState:
         if self.backlog.fail(node):
             self._recheck_evictable(node)
 
-    def reject(self, nodes: Sequence[int]) -> int:
-        """The tier below takes no copy of `nodes`, nor of what waits for them, until they are used again; how many."""
-        rejected = self.backlog.reject(nodes)
-        self.recheck_evictable(as_i32(rejected), apart_from=self.coldest)
-        return len(rejected)
+    def reject(self, nodes: Sequence[int]) -> None:
+        """The tier below takes no copy of the dirty `nodes` until they are used again. No dirty chunk waits for one."""
+        self.backlog.reject(nodes)
+        self.recheck_evictable(as_i32(nodes), apart_from=self.coldest)
 
     def end_reads(self, tier: int, slots: Sequence[int]) -> None:
         """Reads of these distinct slots have ended."""

@@ -136,10 +136,11 @@ class ARC(EvictionPolicy):
             self._ghosts.add(evicted, which)
 
     def remove_victims(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
-        """Remove the first nodes of one list; their keys enter a ghost list."""
-        which, at = self._place[nodes[0]], unique(as_i32(nodes))
-        self._linked.drop_first(which, int(at[-1]))
-        u8_view(self._place)[at] = _OUT
+        """Remove the first nodes of one list, and held ones among them; their keys enter a ghost list."""
+        which, at, place = self._place[nodes[0]] & ~_HELD, unique(as_i32(nodes)), u8_view(self._place)
+        if len(first := at[place[at] == which]):
+            self._linked.drop_first(which, int(first[-1]))
+        place[at] = _OUT
         self._counts[which] -= len(at)
         self._ghosts.add_all(keys if len(at) == len(keys) else list(dict.fromkeys(keys)), which)
 

@@ -171,7 +171,8 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def remove_victims(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
-        """Leading nodes of the last `next_victims`, with `keys`, were evicted, and held nodes among them.
+        """Leading nodes of the last `next_victims`, with `keys`, were evicted, and held nodes among them, or held ones
+        alone.
 
         Those that were removed or held since then do not count: the next ones lead.
         """

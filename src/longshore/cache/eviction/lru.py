@@ -105,7 +105,8 @@ class LRU(EvictionPolicy):
     def remove_victims(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
         """Remove the first nodes of the order, and held ones among them."""
         at, place = unique(as_i32(nodes)), u8_view(self._place)
-        self._linked.drop_first(_ORDER, int(at[place[at] == _IN][-1]))
+        if len(first := at[place[at] == _IN]):
+            self._linked.drop_first(_ORDER, int(first[-1]))
         place[at] = _OUT
         self._count -= len(at)
 
