@@ -11,11 +11,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from eviction import foreseen
 from hypothesis import given
 from hypothesis import strategies as st
-from traffic import synthesize
 
+from eviction import foreseen
 from longshore.boundary import HOST, Status, TransferResult
 from longshore.cache import GroupKeys, ReuseHint, TieredCache, TierSpec
 from longshore.cache.columns import LISTS
@@ -32,6 +31,7 @@ from longshore.cache.eviction.hit_rates import (
 )
 from longshore.errors import CacheError
 from longshore.trace.experiment import Experiment
+from traffic import synthesize
 
 
 def uses_of(policy: Gittins, node: int) -> int:
