@@ -6,7 +6,7 @@ import hashlib
 import math
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eviction import foreseen
 from longshore.boundary import HOST, Status, TransferResult
-from longshore.cache import GroupKeys, TieredCache, TierSpec
+from longshore.cache import GroupKeys, ReuseHint, TieredCache, TierSpec
 from longshore.cache.columns import LISTS
 from longshore.cache.eviction import Gittins
 from longshore.cache.eviction.hit_rates import (
@@ -30,6 +31,7 @@ from longshore.cache.eviction.hit_rates import (
 )
 from longshore.errors import CacheError
 from longshore.trace.experiment import Experiment
+from traffic import synthesize
 
 
 def uses_of(policy: Gittins, node: int) -> int:
@@ -449,6 +451,20 @@ def test_right_hints_gain_hits_and_wrong_ones_lose_none() -> None:
     assert visits(3000, wrong(0.5)) >= 0.97 * without  # which say nothing
     assert visits(3000, wrong(1.0)) > 1.5 * without  # always wrong is as good as always right
     assert visits(3000, lambda tick, nth: CLASS + (nth or 1 - tick % 2)) > 1.5 * without  # as good, once learned
+
+
+def test_hints_of_other_requests_cost_next_to_nothing() -> None:
+    """People who read for minutes: of the requests a third, or all, have the hint of another one."""
+    requests, dice = list(synthesize("slow chats", requests=1200, seed=0)), random.Random(1)
+    slots, said = round(0.4 * len({block for each in requests for block in each.hash_ids})), foreseen(requests)
+
+    def hits(hints: Sequence[ReuseHint | None]) -> int:
+        tier = Experiment(Gittins, slots)
+        return sum(tier.serve(r.hash_ids, r.timestamp_ms / 1000, hint) for r, hint in zip(requests, hints, strict=True))
+
+    without = hits([None] * len(requests))
+    assert hits([dice.choice(said) if dice.random() < 0.3 else right for right in said]) > 1.01 * without
+    assert hits([dice.choice(said) for _ in said]) > 0.98 * without
 
 
 def test_what_left_comes_back_with_its_hint() -> None:

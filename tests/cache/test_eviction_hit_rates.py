@@ -196,16 +196,14 @@ def test_hint_seen_on_other_chunks_tells_of_all_with_it() -> None:
 
 
 def test_of_one_hint_and_gap_more_uses_promise_no_less() -> None:
-    """Chance has chunks come back more often that were used once than those used twice, and these than those used often."""
+    """By chance, chunks come back more often that were used once than those used twice, and these than others."""
     rates = HitRates()
     rates.add_hints()
     rates._reached[:] = 1e6
-    often = {
-        hint: [KIND_OF[hint << HINT | ONCE + 8 * (uses - 1) | 2] for uses in (1, 2, 8)] for hint in (0, ENDS, CLASS)
-    }
-    for kinds in often.values():
+    every = [[KIND_OF[hint << HINT | 8 * (1 + uses) | 2] for uses in (1, 2, 8)] for hint in (0, ENDS, CLASS)]
+    for kinds in every:
         rates._back[kinds, 5] = 0.3e6, 0.2e6, 0.1e6
-    for kinds in often.values():
+    for kinds in every:
         once, twice, more = rates.table()[kinds]
         assert (once <= twice).all()
         assert (twice <= more).all()

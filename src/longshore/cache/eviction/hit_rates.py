@@ -259,9 +259,6 @@ class Spans:
 _IMAGINED = 128.0
 """So many chunks are imagined at each level of what is known, with the chances of the level above."""
 
-_HINTED = 16.0
-"""So many with a hint are imagined, which come back as all do: what a hint says is known from few."""
-
 _CHANCE = 0.05
 """Before anything is known, so many are taken to come back at each age."""
 
@@ -383,7 +380,7 @@ class HitRates:
             _AS_HINTED @ each[:PLAIN] + hinted.sum(axis=0) for each, hinted in ((back, ours), (reached, there))
         )
         alike = _shrunk(all_back, all_reached, _HINTED_USES)  # whatever the hint
-        every = _HINTED * (all_back.sum(axis=0) + _IMAGINED * _CHANCE) / (all_reached.sum(axis=0) + _IMAGINED)
+        every = _IMAGINED * (all_back.sum(axis=0) + _IMAGINED * _CHANCE) / (all_reached.sum(axis=0) + _IMAGINED)
         says = (ours.sum(axis=1) + every) / ((there * alike).sum(axis=1) + every)
         usual = np.minimum(1.0, says[:, None] * alike)
         hinted = (ours + _IMAGINED * usual) / (there + _IMAGINED)
