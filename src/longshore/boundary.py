@@ -165,7 +165,7 @@ class StoredChunks(Sequence[StoredChunk]):
         keys: Dtype `V32` for digests of 32 bytes; object (bytes) if keys differ in length.
         parents: Keys of parents; meaningless without one.
         has_parent: bool.
-        size classes: int64.
+        size_classes: int64.
     """
 
     slots: npt.NDArray[np.int64]
