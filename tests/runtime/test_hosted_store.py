@@ -29,7 +29,7 @@ from longshore.testing import TierHarness, TierTests
 from longshore.testing.tier_harness import key, span
 from longshore.tiers.arena import Arena, ArenaSettings
 from longshore.tiers.base import Op, Tier
-from longshore.tiers.remote.resp import RespStore
+from longshore.tiers.remote.resp import RespClient
 from longshore.tiers.remote.settings import parse_url
 from longshore.tiers.remote.work import RemoteError
 
@@ -244,16 +244,16 @@ def test_renewed_certificates_are_used_without_a_restart(tmp_path: Path, monkeyp
     source: Any = SimpleNamespace(at_once=1)
     server = PeerServer(f"{where}?cert_file={certificate}&key_file={private}", source)
 
-    def answers(store: RespStore) -> bool:
+    def answers(store: RespClient) -> bool:
         with contextlib.suppress(RemoteError), contextlib.closing(store.connect()) as session:
             return session.call(b"PING", deadline=time.monotonic() + TIMEOUT) == b"PONG"
         return False
 
     try:
-        before = RespStore(settings, time.monotonic, IMAGE)
+        before = RespClient(settings, time.monotonic, IMAGE)
         assert answers(before)
         self_signed(tmp_path)  # by an authority that nobody trusted before
-        after = RespStore(settings, time.monotonic, IMAGE)
+        after = RespClient(settings, time.monotonic, IMAGE)
         assert wait_until(lambda: answers(before) and answers(after))
         certificate.write_text("half of one")
         assert all(answers(before) for _ in range(4)), "what was read before stays in use"

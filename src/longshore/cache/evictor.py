@@ -405,8 +405,8 @@ class Evictor:
                 ready[there] |= u8_view(state.pools[other].state)[slots[there]] == READY
                 if other > tier:
                     colder |= there
-        if not np.count_nonzero(others):
-            return others, ~others
+        if not np.count_nonzero(colder):
+            return colder, ~others
         return self._idle(at, tier) & colder & ready, ~others
 
     def _idle(self, at: npt.NDArray[np.int32], tier: int) -> Mask:

@@ -137,6 +137,7 @@ class ARC(EvictionPolicy):
 
     def remove_victims(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
         """Remove the first nodes of one list, and held ones among them; their keys enter a ghost list."""
+        check_in(self._place, nodes)
         which, at, place = self._place[nodes[0]] & ~_HELD, unique(as_i32(nodes)), u8_view(self._place)
         if len(first := at[place[at] == which]):
             self._linked.drop_first(which, int(first[-1]))

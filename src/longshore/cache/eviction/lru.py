@@ -104,6 +104,7 @@ class LRU(EvictionPolicy):
 
     def remove_victims(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
         """Remove the first nodes of the order, and held ones among them."""
+        check_in(self._place, nodes)
         at, place = unique(as_i32(nodes)), u8_view(self._place)
         if len(first := at[place[at] == _IN]):
             self._linked.drop_first(_ORDER, int(first[-1]))
