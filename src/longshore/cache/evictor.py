@@ -265,8 +265,8 @@ class Evictor:
         tiers = state.backlog.dirty_in(at)
         may &= tiers >= 0
         for tier in range(state.coldest):
-            here = tiers == tier
-            may[here] &= self._idle(at[here], tier)
+            if np.count_nonzero(here := tiers == tier):
+                may[here] &= self._idle(at[here], tier)
         return self._unreferenced(may, at)
 
     def _remember(self, nodes: Sequence[int], tier: int, size_class: int) -> None:
