@@ -19,6 +19,7 @@ from longshore.cache import (
     WritePolicy,
     evictor,
 )
+from longshore.cache.columns import as_i32
 from longshore.cache.events import EventKind
 from longshore.cache.eviction import ARC, LRU, EvictionPolicy, Gittins
 from longshore.cache.evictor import Evictor
@@ -252,6 +253,23 @@ def test_orphan_behind_a_rejected_chunk_is_rejected_with_it() -> None:
     index = tiers.cache._state.index
     assert index.get(keys[5]) and not index.orphans
     assert tiers.cache._state.backlog.counts == [0, 0]
+
+
+def test_coldest_tier_without_slots_ranks_chunks_that_others_have() -> None:
+    specs = [TierSpec(HOST, 8), TierSpec(FILE, 0)]
+    cache = TieredCache(specs, CacheSettings(backup=WritePolicy.THROUGH))
+    job = cache.store({0: GroupKeys(keys_of(range(3)))}, {0: range(3)})[0].job
+    assert job is not None
+    cache.apply_results([TransferResult(job, (Status.OK,) * 3)], 0.0)
+    assert [each.slot.tier for each in residents_of(cache)] == [HOST] * 3
+    cache.check_integrity()
+
+
+def test_chunks_with_a_copy_in_files_are_not_rejected() -> None:
+    tiers = popular()
+    node, other = map(tiers.cache._state.index.get, keys_of((100, 200)))
+    tiers.cache._state.retained_in_host.add(other)
+    assert not tiers.cache._transfers.evictor._may_be_rejected(as_i32((node,))).any()
 
 
 def test_rejection_by_the_third_tier_spares_chunks_for_the_second() -> None:
