@@ -272,7 +272,7 @@ def make_client(settings: RemoteSettings, seconds: float) -> Any:
     if authorities is not None:
         options["root_certificate"] = authorities
     retries = {"max_retries": 0, "retry_timeout": timedelta(seconds=seconds)}
-    prefix, kind = settings.path or None, cast(Any, obstore.store.S3Client)
+    prefix, kind = settings.path or None, cast(Any, obstore.store.S3Store)
     try:
         return kind(settings.host, prefix=prefix, config=config, client_options=options, retry_config=retries, **more)
     except (*_ERRORS, TypeError) as error:
