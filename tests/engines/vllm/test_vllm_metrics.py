@@ -254,15 +254,16 @@ def test_only_names_of_stored_blocks_are_kept(rigs: Any) -> None:
     rig, keys = rigs(events=True, offload="write_through_selective", threshold=2), keys_of(3)
     writer = rig.request("writer", keys)
     assert rig.store(keys, [1, 2, 3], writer) == []
-    assert rig.manager._events._announced.names == {}
+    assert rig.manager._events._announced.names == rig.manager._events._given == {}
     output = rig.manager.prepare_store(keys, writer)
     assert output.keys_to_store == keys
     for worker in rig.workers:
         worker.reports.stored(output.store_spec.ticket, 0, output.store_spec.indices[:2], output.store_spec.indices[2:])
     rig.manager.complete_store(set(keys), writer)
-    assert list(rig.manager._events._announced.names.values()) == keys[:2]
+    assert list(rig.manager._events._given.values()) == keys[:2]
     (stored,) = rig.manager.take_events()
     assert stored.keys == keys[:2]
+    assert list(rig.manager._events._announced.names.values()) == keys[:2]
 
 
 def test_nothing_is_recorded_for_an_engine_that_publishes_no_events(rigs: Any) -> None:
