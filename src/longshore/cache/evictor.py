@@ -537,7 +537,7 @@ class Evictor:
         return self._unreferenced(free, at)
 
     def _unreferenced(self, free: Mask, at: npt.NDArray[np.int32]) -> Mask:
-        """`free` for those of the nodes `at` that no lease refs."""
+        """`free` for those of the nodes `at` that no lease references."""
         if refs := self._state.refs:
             free &= [node not in refs for node in at.tolist()]
         return free

@@ -216,15 +216,15 @@ class PartitionedBySize(PartitionedPolicy):
         size_classes_of: Callable[[Sequence[int]], Sequence[int]],
     ) -> None:
         super().__init__(slots, keys, dict(enumerate(policies)))
-        self._pools_of = size_classes_of
+        self._size_classes_of = size_classes_of
 
     def wanted(self, node: int) -> int:
         """The size class of `node`."""
-        return self._pools_of((node,))[0]
+        return self._size_classes_of((node,))[0]
 
     def all_wanted(self, nodes: Sequence[int]) -> bytes:
         """The size class of each of `nodes`."""
-        return bytes(self._pools_of(nodes))
+        return bytes(self._size_classes_of(nodes))
 
     def resize(self, slots: int, keys: NodeKeys) -> None:
         """Resize to `slots`, the slots of all slabs at the smallest size; each size gets its share."""

@@ -42,7 +42,7 @@ class EngineMemory:
         slab_bytes: As in `Slabs`, as are the next two.
         image_bytes: Sizes of images, by size class.
         slabs: Number of slabs.
-        size classes: The size class of each KV cache group's images.
+        size_classes: The size class of each KV cache group's images.
         ranks: Ranks whose parts make an image.
         world: Ranks that there are.
         fingerprint: Of the layout.
