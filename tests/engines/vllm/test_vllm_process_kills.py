@@ -76,6 +76,8 @@ def engine_process(engine: str, extra: dict[str, Any], said: int, orders: int) -
         rank(number, engine, extra, life)
 
     ranks = [forked(lambda number=number: become(number)) for number in range(WORLD)]
+    info = memory_info_path(engine, extra["vllm"]["instance_id"])
+    assert comes_to(info.exists), "rank 0 did not start"  # vLLM starts the scheduler after all ranks
     manager = spec_of(0, engine, extra).get_manager()
     store = manager._tiers
     (file,) = store.runtime._tiers
@@ -140,7 +142,7 @@ def is_free(directory: Path) -> bool:
 @contextlib.contextmanager
 def begun(name: str, directory: Path) -> Iterator[Callable[[], SimpleNamespace]]:
     """An engine with two ranks and a tier host, which starts; the function that is given waits for that."""
-    settings = {**file_settings(directory), "vllm": {"instance_id": str(time.time_ns())}}
+    settings = {**file_settings(directory), "vllm": {"instance_id": str(time.time_ns() + 10**9)}}
     hear, said = os.pipe()
     orders, order = os.pipe()
 
@@ -169,10 +171,12 @@ def begun(name: str, directory: Path) -> Iterator[Callable[[], SimpleNamespace]]
             directory=directory / "tier",
         )
 
-    yield wait
-    for each in (pid, *pids):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(each, signal.SIGKILL)
+    try:
+        yield wait
+    finally:
+        for each in (pid, *pids):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each, signal.SIGKILL)
 
 
 @pytest.fixture
