@@ -267,6 +267,19 @@ def test_a_client_that_never_reads_does_not_hold_others_up(opened: Opened) -> No
         assert "pid" in engine.ask("stats")
 
 
+def test_answers_wait_for_a_client_that_reads_late(opened: Opened) -> None:
+    """All answers together are larger than a socket's buffer, as one of a long prompt's lookup may be."""
+    engine = opened()
+    with _connected(engine) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.sendall(b'{"command": "stats"}\n' * 200)
+        assert "pid" in engine.ask("stats")  # another one does not wait
+        with client.makefile() as answers:
+            assert all("ok" in json.loads(answers.readline()) for _ in range(200))
+            client.sendall(b'{"command": "stats"}\n')
+            assert "ok" in json.loads(answers.readline())
+
+
 def test_silent_clients_are_dropped_and_too_many_refused(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = opened()
     silent = [_connected(engine) for _ in range(16)]

@@ -80,6 +80,8 @@ class _Client:
     connection: socket.socket
     since: float
     received: bytearray = field(default_factory=bytearray)
+    unsent: bytearray = field(default_factory=bytearray)
+    ends: bool = False
 
 
 class ControlServer:
@@ -168,7 +170,8 @@ class ControlServer:
                     if key.fileobj is self._listener:
                         self._accept()
                     elif key.fd in self._clients:
-                        self._serve(self._clients[key.fd])
+                        client = self._clients[key.fd]
+                        (self._answer if key.events == selectors.EVENT_WRITE else self._receive)(client)
                 late = time.monotonic() - _IDLE_SECONDS
                 for client in [each for each in self._clients.values() if each.since < late]:
                     self._drop(client)
@@ -205,8 +208,9 @@ class ControlServer:
             self._refuse(client, f"expected the engine's user, {os.geteuid()}, got {user}")
         elif len(self._clients) > _MOST_CLIENTS:
             self._refuse(client, f"expected at most {_MOST_CLIENTS} clients at a time; try again")
+        self._answer(client)
 
-    def _serve(self, client: _Client) -> None:
+    def _receive(self, client: _Client) -> None:
         try:
             more = client.connection.recv(1 << 16)
         except BlockingIOError:
@@ -214,37 +218,48 @@ class ControlServer:
         except OSError:
             more = b""
         client.received += more
-        while b"\n" in client.received:
-            line, _, client.received = client.received.partition(b"\n")
-            client.since = time.monotonic()
-            if not self._send(client, self._commands.answer(line)):
-                return
-        if not more:
-            self._drop(client)
-        elif len(client.received) > MOST_BYTES:
-            self._refuse(client, f"expected a request of at most {MOST_BYTES} bytes")
+        client.ends = not more
+        self._answer(client)
 
-    def _send(self, client: _Client, answer: dict[str, Any]) -> bool:
-        """Send an answer; a client that does not read is dropped."""
-        data = json.dumps(answer).encode() + b"\n"
-        client.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, len(data) + 4096)
+    def _answer(self, client: _Client) -> None:
+        """Answer one request after the other; the next one when the client has taken the answer to the one before."""
         try:
-            if client.connection.send(data) == len(data):
-                return True
+            while True:
+                while client.unsent:
+                    del client.unsent[: client.connection.send(client.unsent)]
+                    client.since = time.monotonic()
+                if b"\n" in client.received:
+                    line, _, client.received = client.received.partition(b"\n")
+                    client.unsent += _encode(self._commands.answer(line))
+                elif len(client.received) > MOST_BYTES:
+                    self._refuse(client, f"expected a request of at most {MOST_BYTES} bytes")
+                else:
+                    break
+        except BlockingIOError:
+            self._selector.modify(client.connection, selectors.EVENT_WRITE)
+            return
         except OSError:
-            pass
-        self._drop(client)
-        return False
+            client.ends = True
+        if client.ends:
+            self._drop(client)
+        else:
+            self._selector.modify(client.connection, selectors.EVENT_READ)
 
     def _refuse(self, client: _Client, reason: str) -> None:
-        if self._send(client, {"error": CommandError.__name__, "message": reason}):
-            self._drop(client)
+        """The last answer to a client."""
+        client.received.clear()
+        client.ends = True
+        client.unsent += _encode({"error": CommandError.__name__, "message": reason})
 
     def _drop(self, client: _Client) -> None:
         self._clients.pop(client.connection.fileno(), None)
         with contextlib.suppress(KeyError, ValueError, OSError):
             self._selector.unregister(client.connection)
         client.connection.close()
+
+
+def _encode(answer: dict[str, Any]) -> bytes:
+    return json.dumps(answer).encode() + b"\n"
 
 
 _servers: weakref.WeakSet[ControlServer] = weakref.WeakSet()
