@@ -99,6 +99,13 @@ def test_length_set_by_memory_is_no_part_of_the_scope(tmp_path: Path) -> None:
     assert with_length(4000, 4000) is MISS
 
 
+def test_another_reader_of_videos_finds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert first_lookup(tmp_path) is MISS
+    monkeypatch.setenv("VLLM_VIDEO_LOADER_BACKEND", "opencv_dynamic")
+    assert first_lookup(tmp_path) is MISS
+    assert first_lookup(tmp_path) is PENDING
+
+
 def test_other_weights_find_nothing(tmp_path: Path) -> None:
     assert first_lookup(tmp_path) is MISS
     revision = tmp_path / "another"

@@ -247,7 +247,10 @@ def _looks_back(spec: Any) -> int | None:
 
 def _effective(model: Any) -> dict[str, Any]:
     config = {key: value for key, value in model.hf_config.to_dict().items() if key not in UNNAMED}
+    from vllm import envs  # noqa: PLC0415
+
     images = _fields(getattr(model, "multimodal_config", None), _OF_IMAGES)
+    images["video_backend"] = envs.VLLM_VIDEO_LOADER_BACKEND
     fields = _fields(model, _OF_MODEL)
     if getattr(model, "original_max_model_len", None) == _FITTED:
         fields["max_model_len"] = _FITTED  # its rope is made for all the model can do, then memory cuts the length
