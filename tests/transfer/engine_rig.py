@@ -15,10 +15,11 @@ from longshore.transfer import D2H, H2D, TransferEngine
 class Rig:
     """An engine over gated copies, with a clock that the test sets."""
 
-    def __init__(self, layout: KVLayout | None = None, slots: int = 8, **options: Any) -> None:
+    def __init__(self, layout: KVLayout | None = None, slots: int = 8, depth: int = 1, **options: Any) -> None:
         self.pools = Pools(layout or flat(16), slots)
         self.model = Model(self.pools)
         self.device = GatedDevice()
+        self.device.depth = depth
         self.now = 0.0
         self.engine = TransferEngine(self.pools.layout, self.device, self.pools.host, clock=lambda: self.now, **options)
 

@@ -83,9 +83,15 @@ class CopyGate:
 
 
 class GatedDevice(CpuDevice):
-    """Copies wait at `gates[into]`; `log` says in which order they began and ended; `faults` may raise."""
+    """Copies wait at `gates[into]`, `log` says in which order they began and ended, `fault` may raise.
+
+    At most `depth` are in flight, until `is_finished` is set.
+    """
 
     def __init__(self) -> None:
+        self.depth = 1
+        self.is_finished = threading.Event()
+        self.is_finished.set()
         self.gates = {"host": CopyGate(), "device": CopyGate()}
         self.log: list[str] = []
         self.fault: Callable[[str, CopyBatch | None], None] = lambda step, batch: None
@@ -109,6 +115,7 @@ class GatedStream(CpuStream):
         super().__init__()
         self.device = device
         self.into = into
+        self.depth = device.depth
 
     def bind(self) -> None:
         self.device.bound += 1
@@ -129,7 +136,12 @@ class GatedStream(CpuStream):
         self.device.fault("copy", batch)
         copy = super().copy(batch, ())
         self.device.log.append(f"{self.into} ends")
-        return FailingCopy(copy, lambda: self.device.fault("finish", None))
+        return FailingCopy(copy, self._finish)
+
+    def _finish(self) -> None:
+        if not self.device.is_finished.wait(TIMEOUT):
+            raise TimeoutError("the test never let copies finish")
+        self.device.fault("finish", None)
 
 
 class SlowDevice(CpuDevice):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from engine_rig import Rig
-from gated_device import TIMEOUT
+from gated_device import A_MOMENT, TIMEOUT, Compute
 from hypothesis import given
 from hypothesis import strategies as st
 from transfer_kit import Model, Pools, chunks_of, elsewhere, flat, layouts, sections, transfer
@@ -289,6 +289,31 @@ def test_urgent_job_runs_between_batches_of_a_large_job() -> None:
     gate.open()
     assert rig.engine.wait([1, 2, 3, 4, 5], TIMEOUT)
     assert [result.job for result in rig.engine.poll()] == [4, 5, 3, 1, 2]
+    rig.engine.close()
+
+
+def test_bytes_in_flight_exceed_the_largest_batch_by_one_batch() -> None:
+    rig = Rig(depth=4, max_batch_bytes=48)
+    rig.device.is_finished.clear()
+    rig.offload(1, (0, 1, 2, 3), [0, 1, 2, 3])
+    gate = rig.device.gates[HOST]
+    assert gate.wait_arrived(2)
+    assert not gate.wait_arrived(3, A_MOMENT)
+    rig.device.is_finished.set()
+    rig.results(1)
+    assert gate.arrived == 4
+    rig.engine.close()
+
+
+def test_batches_of_one_job_wait_for_compute_once() -> None:
+    rig = Rig(max_batch_bytes=48)
+    compute = Compute()
+    compute.start().done()
+    rig.engine.begin_step(compute)
+    rig.offload(1, (0, 1, 2, 3), [0, 1, 2, 3])
+    rig.results(1)
+    assert rig.device.gates[HOST].arrived == 4
+    assert compute.given[0].waits == 1
     rig.engine.close()
 
 

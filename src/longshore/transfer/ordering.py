@@ -501,12 +501,13 @@ class Lane:
             job.fully_submitted = stopped is not None or job.next_slice is None
             if copy is not None:
                 job.done_event = copy.done_event
-            job.layers |= dict.fromkeys(copy_slice.completes if copy_slice is not None else (), job.done_event)
+            layers = copy_slice.completes if copy_slice is not None else ()
+            job.layers |= dict.fromkeys(layers, job.done_event)
             if job.fully_submitted:
                 self._queues[job.transfer.urgency].popleft()
             nbytes = 0 if copy_slice is None or copy_slice.batch is None else copy_slice.batch.nbytes
             self._in_flight.append(_SubmittedSlice(job, copy, nbytes, job.fully_submitted))
-            if job.fully_submitted or (copy_slice is not None and copy_slice.completes):
+            if job.fully_submitted or layers:
                 self._driver.notify()  # callers wait for nothing else, and would take the interpreter's lock
 
     def _submit(self, job: CopyJob) -> tuple[CopySlice | None, Copy | None]:
