@@ -412,9 +412,9 @@ class TieredCache:
 
     def evict(self, tier: str, most: int) -> int:
         """Evict at most `most` copies from `tier` that nothing leases, reads or descends from; returns how many."""
-        at, evictor, left = self._tier(tier), self._transfers.evictor, max(0, most)
-        for size_class in range(len(self._state.pools[at].slabs.image_bytes)):
-            left -= evictor.evict(at, left, size_class, spare_dirty=False)
+        number, evictor, left = self._tier(tier), self._transfers.evictor, max(0, most)
+        for size_class in range(len(self._state.pools[number].slabs.image_bytes)):
+            left -= evictor.evict(number, left, size_class, spare_dirty=False)
         return max(0, most) - left
 
     def back_up_all(self) -> bool:
@@ -466,11 +466,11 @@ class TieredCache:
         empty slots. Chunks whose parents were not found are orphans. Raises `CacheError`, with nothing recovered, for
         two chunks in one slot, or with one key.
         """
-        at = self._tier(tier)
-        self._state.pools[at].check_slots(others)
+        number = self._tier(tier)
+        self._state.pools[number].check_slots(others)
         chunks = found if isinstance(found, StoredChunks) else [StoredChunk(*each) for each in found]
-        adopted = adopt(self._state, at, chunks)
-        self._state.pools[at].give_last(others)
+        adopted = adopt(self._state, number, chunks)
+        self._state.pools[number].give_last(others)
         return adopted
 
     def replace_device(self, blocks: int) -> None:

@@ -493,8 +493,8 @@ class Transfers:
             job.fail_invalid_sources(pool.fault, pool.writer)
         good = statuses.count(Status.OK) == len(statuses)
         if writing:
-            at = job.transfer.route.destination if job.destination is None else job.destination.tier
-            self.writing[at] -= len(statuses)
+            into = job.transfer.route.destination if job.destination is None else job.destination.tier
+            self.writing[into] -= len(statuses)
         if job.destination is not None and not good:
             tier, slots = job.destination
             for slot, status in zip(slots, statuses, strict=True):

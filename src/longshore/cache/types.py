@@ -190,8 +190,7 @@ class ScheduledStore(NamedTuple):
     on their way into one, including those before `start`; `already_stored` are the positions of given chunks that a
     tier had before. With `retry`, there is no room yet, and backups that make room are in flight: nothing was accepted,
     and the call can be repeated. `later` are the positions that follow the accepted ones of a `stream`, for which room
-    is being
-    made: the call can be repeated for them.
+    is being made: the call can be repeated for them.
     """
 
     job: int | None
@@ -340,19 +339,19 @@ class Histogram:
 
     def observe(self, value: float, request: str | None = None) -> None:
         """Count one observation, made for `request`."""
-        at = bisect_left(self.bounds, value)
-        self.counts[at] += 1
+        bucket = bisect_left(self.bounds, value)
+        self.counts[bucket] += 1
         self.total += value
         if request is not None:
-            self.examples[at] = request, value
+            self.examples[bucket] = request, value
         if self.recent is not None:
             self.recent.append(value)
 
     def observe_all(self, values: npt.NDArray[np.float64]) -> None:
         """Count several observations, shape `(n,)`."""
         found = np.bincount(np.searchsorted(self.bounds, values), minlength=len(self.counts))
-        for at in np.flatnonzero(found).tolist():
-            self.counts[at] += int(found[at])
+        for bucket in np.flatnonzero(found).tolist():
+            self.counts[bucket] += int(found[bucket])
         self.total += float(values.sum())
         if self.recent is not None:
             self.recent.extend(values.tolist())
