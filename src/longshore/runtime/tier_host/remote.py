@@ -130,8 +130,8 @@ class HostedRemoteTier(HostedTier, KeyedTier):
         self._send(Kind.RESET, wire.RESET.pack(self.generation, self.namespace))
 
     @property
-    def _is_owed(self) -> bool:
-        return super()._is_owed or bool(self._asked)
+    def _expects_reply(self) -> bool:
+        return super()._expects_reply or bool(self._asked)
 
     def _handle(self, kind: Kind, body: bytes) -> None:
         if kind is Kind.ANSWER:
