@@ -263,12 +263,12 @@ class Prefetcher:
         timed = policy is PrefetchPolicy.TIMEOUT
         return policy, timeout_of(timeout, settings.prefetch_timeout if timed else settings.load_timeout)
 
-    def prefetch(self, record: LeaseRecord, policy: PrefetchPolicy, longest: float) -> Waiter:
+    def prefetch(self, record: LeaseRecord, policy: PrefetchPolicy, timeout: float) -> Waiter:
         """Prefetch the chunks of `record` that are not in the host tier; ends the wait of an earlier prefetch."""
         blocks_request = policy is not PrefetchPolicy.BEST_EFFORT
         former, wait = (
             record.prefetch,
-            Waiter(self._transfers.new_id(), self._transfers.now + longest, blocks_request=blocks_request),
+            Waiter(self._transfers.new_id(), self._transfers.now + timeout, blocks_request=blocks_request),
         )
         self._schedule(
             record, wait, waits_its_turn=blocks_request and any(before.lacks_room for _, before in self.queue.values())

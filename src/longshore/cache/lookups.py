@@ -335,7 +335,7 @@ class Lookups:
         request_number = self._set_request(call, keys, end)
         remote, probes = 0, tuple[int, ...]()
         if self._remote.tiers:
-            remote, probes = self._remote.look(keys, known, probe=call.probes_remote)
+            remote, probes = self._remote.known_after(keys, known, probe=call.probes_remote)
         if call.counts:
             self._state.count_misses(keys, end, known, remote)
             if self._state.log.on:
@@ -406,8 +406,8 @@ class Lookups:
             lease, sum(len(each.keys) for each in leased), request_number=request_number, residency=found
         )
 
-    def fetch(self, group: int, path: GroupKeys, now: float, longest: float) -> tuple[int, ...]:
-        """Read chunks after the ready prefix of `path` from remote tiers that have them, for at most `longest`
+    def fetch(self, group: int, path: GroupKeys, now: float, timeout: float) -> tuple[int, ...]:
+        """Read chunks after the ready prefix of `path` from remote tiers that have them, for at most `timeout`
         seconds; returns its jobs, and those in flight.
         """
         keys, start = path.keys, path.start
@@ -417,12 +417,12 @@ class Lookups:
             nodes = index.find_independent(keys[start:])
             self._state.check_size_class(nodes, size_class)
             self._advance(now)
-            return self._remote.fetch_independent(keys[start:], nodes, size_class, self._transfers.now + longest)
+            return self._remote.fetch_independent(keys[start:], nodes, size_class, self._transfers.now + timeout)
         end = index.loadable_prefix(keys, start)
         nodes = index.follow(keys, end)
         self._state.check_size_class([*nodes[:1], index.get(keys[end - 1]) if end else 0], size_class)
         self._advance(now)
-        return self._remote.fetch(keys, end, nodes, size_class, self._transfers.now + longest)
+        return self._remote.fetch(keys, end, nodes, size_class, self._transfers.now + timeout)
 
     def in_host(self, keys: Sequence[Key] | Residency, group: int) -> tuple[Sequence[Key], I32]:
         """Keys and nodes of chunks of `group`. Raises `CacheError` unless all are ready in the host tier."""

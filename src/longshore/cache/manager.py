@@ -205,16 +205,16 @@ class TieredCache:
         check_time(now)
         if not isinstance(what, Mapping):
             record = self._leases.get(what)
-            policy, longest = self._prefetcher.check(policy, timeout)
+            policy, timeout = self._prefetcher.check(policy, timeout)
             self._advance(now)
-            return tuple(sorted(self._prefetcher.prefetch(record, policy, longest).jobs))
+            return tuple(sorted(self._prefetcher.prefetch(record, policy, timeout).jobs))
         if policy is not None:
             raise CacheError("expected a `policy` only with a lease")
-        longest = timeout_of(timeout, self.settings.load_timeout)
+        timeout = timeout_of(timeout, self.settings.load_timeout)
         check_paths(what)
         if len(what) != 1 or next(iter(what.values())).device is not None:
             raise CacheError(f"expected a lease, or the keys of one group without `device`, got groups {sorted(what)}")
-        return self._lookups.fetch(*next(iter(what.items())), now, longest)
+        return self._lookups.fetch(*next(iter(what.items())), now, timeout)
 
     def load(
         self,
@@ -277,7 +277,7 @@ class TieredCache:
                 for group, found in pairs
             )
             return ScheduledLoad(sum(job.num_chunks for job in jobs), jobs)
-        record, longest = self._leases.to_load(what), timeout_of(timeout, self.settings.load_timeout)
+        record, timeout = self._leases.to_load(what), timeout_of(timeout, self.settings.load_timeout)
         blocks = check_blocks({} if blocks is None else blocks, [each.group for each in record.groups])
         if record.is_multi_group:
             if skip or tokens is not None:
@@ -288,7 +288,7 @@ class TieredCache:
                 self._device.check(each)
             self._state.set_request(record.request_number)
             nodes, keys = record.nodes(self._state.index), record.keys
-            record.load = self._loader.load_together(nodes, keys, sections, timeout=longest, by_layer=by_layer)
+            record.load = self._loader.load_together(nodes, keys, sections, timeout=timeout, by_layer=by_layer)
             name, load = record.request, record.load
             load.requests = [(name and f"{name}/{each.group}", each.keys) for each in record.groups]
             load.of_first = sum(len(each.keys) for each in record.groups if not each.group)
@@ -302,7 +302,7 @@ class TieredCache:
         self._state.check_size_class([leased.refs[0].node], self.settings.size_class_of(group))
         self.settings.check_tokens(tokens, group)
         self._state.set_request(record.request_number)
-        record.load = self._loader.load(leased, into, skip, timeout=longest, by_layer=by_layer, tokens=tokens)
+        record.load = self._loader.load(leased, into, skip, timeout=timeout, by_layer=by_layer, tokens=tokens)
         record.load.requests, record.load.of_first = [(record.request, leased.keys[:chunks])], 0 if group else chunks
         return self._scheduled(record.load, origins)
 

@@ -246,7 +246,7 @@ class RemoteTiers:
 
     # ------------------------------------------------------------------ probes
 
-    def look(self, keys: Sequence[Key], end: int, *, probe: bool = True) -> tuple[int, tuple[int, ...]]:
+    def known_after(self, keys: Sequence[Key], end: int, *, probe: bool = True) -> tuple[int, tuple[int, ...]]:
         """How many chunks directly after `keys[:end]`, which are in own tiers, remote tiers are known to have; and
         probes.
 
@@ -305,7 +305,7 @@ class RemoteTiers:
         dirty chunk is evicted for it.
         """
         begin = end + len(path)
-        known, _ = self.look(keys, begin)
+        known, _ = self.known_after(keys, begin)
         before, index = keys[begin - 1] if begin else None, self._state.index
         kept = () if before is None else (index.get(before),)
         return self._fetch(keys[begin : begin + known], path, kept, size_class, deadline, before=before)
