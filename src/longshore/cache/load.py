@@ -157,7 +157,7 @@ class Loader:
             state.touch(nodes[::-1])
         record = self._transfers.schedule(job, keys, [None] * len(slots), TierSlots(0, slots), None, command=False)
         if count:
-            record.sources, record.of_first = origins_of(keys, [name] * len(keys), origins), is_first
+            record.sources, record.is_first_group = origins_of(keys, [name] * len(keys), origins), is_first
         return job, len(keys), Addresses(Slots(name, state.pools[0].size_class_of(slots[0]), tuple(slots)))
 
     def _add_readers(self, path: Sequence[int]) -> tuple[list[int], list[int], int]:

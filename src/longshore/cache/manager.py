@@ -79,7 +79,7 @@ class TieredCache:
         if not names or len({DEVICE, *names, *theirs}) != 1 + len(names) + len(theirs):
             raise CacheError(f"expected one tier or more, with different names; got tiers {names}, remote {theirs}")
         self.settings = settings or CacheSettings()
-        self.made_of = tuple(tiers), self.settings, theirs, generation
+        self.constructor_arguments = tuple(tiers), self.settings, theirs, generation
         """Arguments of the constructor, for the call log of a fault."""
         rules = self.settings.rules(names, theirs)
         # Copies go down by one tier at a time, and up into the host tier directly: all tiers can access host memory.
@@ -291,7 +291,7 @@ class TieredCache:
             record.load = self._loader.load_together(nodes, keys, sections, timeout=timeout, by_layer=by_layer)
             name, load = record.request, record.load
             load.requests = [(name and f"{name}/{each.group}", each.keys) for each in record.groups]
-            load.of_first = sum(len(each.keys) for each in record.groups if not each.group)
+            load.first_group_chunks = sum(len(each.keys) for each in record.groups if not each.group)
             return self._scheduled(load, origins)
         (leased,), size = record.groups, self.settings.blocks_per_chunk
         group, into = leased.group, blocks.get(leased.group, ())
@@ -303,7 +303,8 @@ class TieredCache:
         self.settings.check_tokens(tokens, group)
         self._state.set_request(record.request_number)
         record.load = self._loader.load(leased, into, skip, timeout=timeout, by_layer=by_layer, tokens=tokens)
-        record.load.requests, record.load.of_first = [(record.request, leased.keys[:chunks])], 0 if group else chunks
+        record.load.requests = [(record.request, leased.keys[:chunks])]
+        record.load.first_group_chunks = 0 if group else chunks
         return self._scheduled(record.load, origins)
 
     def _copy_inside(self, copies: Mapping[int, DeviceCopy], blocks: Mapping[int, Sequence[int]]) -> ScheduledLoad:
@@ -426,7 +427,7 @@ class TieredCache:
 
     def take_commands(self) -> list[Command]:
         """Commands since the last call, in order, each exactly once."""
-        commands, self._transfers.outbox = self._transfers.outbox, []
+        commands, self._transfers.commands = self._transfers.commands, []
         for tier in self._state.tiers:
             if tier.pool.freed and (slots := tier.pool.take_freed()):
                 commands.append(DeleteRecords(tier.name, slots))
@@ -546,8 +547,6 @@ class TieredCache:
         self._leases.check_integrity()
         self._remote.check_integrity()
 
-    # ------------------------------------------------------------------ inside
-
     def _advance(self, now: float) -> None:
         self._transfers.now = self._state.log.now = max(self._transfers.now, now)
         if self._state.priorities.used:
@@ -577,7 +576,7 @@ class TieredCache:
     def _give_up(self, load: Load | None, reason: MissReason) -> None:
         """End `load`, unless it has ended: cancel its copies onto the device. Reads into the host tier go on."""
         if load is not None and load.outcome is None:
-            self._transfers.outbox += [Cancel(job.transfer.job) for job in load.pending]
+            self._transfers.commands += [Cancel(job.transfer.job) for job in load.pending]
             self._conclude(load, reason)
 
     def _conclude(self, load: Load, unfinished: MissReason) -> None:
@@ -585,7 +584,7 @@ class TieredCache:
         hidden = self._state.log.hidden
         if load.outcome is not None and all(len(keys) != 1 or keys[0] != hidden for _, keys in load.requests):
             sources = load.outcome.sources
-            self.counters.count_hits(sources, sources[: load.of_first], self.settings.first_tokens)
+            self.counters.count_hits(sources, sources[: load.first_group_chunks], self.settings.first_tokens)
             self.counters.observe_load(sources, self._transfers.now - load.began, load.requests)
         self._transfers.waits.close(load.wait)
 

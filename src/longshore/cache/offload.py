@@ -164,10 +164,10 @@ class Offloader:
         )
         if wait_for_room and waiting:
             return ScheduledStore(None, retry=True)
-        kept, accepted = lacking[count] if count < len(lacking) else len(keys), lacking[:count]
+        stored_prefix, accepted = lacking[count] if count < len(lacking) else len(keys), lacking[:count]
         later = lacking[count : count + waiting]
         if not count:
-            return ScheduledStore(None, kept=kept, already_stored=there, later=later)
+            return ScheduledStore(None, stored_prefix=stored_prefix, already_stored=there, later=later)
         job, slots, parents = self._transfers.new_id(), list[int](), list[Key | None]()
         for start, end in runs_of(accepted):
             run = keys[accepted[start] : accepted[end - 1] + 1]
@@ -181,7 +181,7 @@ class Offloader:
             job, fresh[:count], parents, None, TierSlots(0, slots), sections=sections, command=blocks is not None
         )
         addresses = Addresses(Slots(state.tier_names[0], size_class, tuple(slots)))
-        return ScheduledStore(job, accepted, addresses, kept, there, later=later)
+        return ScheduledStore(job, accepted, addresses, stored_prefix, there, later=later)
 
     def _offload_independent(
         self,

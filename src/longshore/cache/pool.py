@@ -82,8 +82,8 @@ class SlotPool:
     __slots__ = (
         "_free",
         "capacity",
-        "fault",
         "freed",
+        "invalid",
         "node",
         "readers",
         "slabs",
@@ -114,7 +114,7 @@ class SlotPool:
         """When each slot was filled, in sixteenths of a second; 0 if it was not by this process."""
         self.writer: dict[int, int] = {}
         """The job that fills a slot."""
-        self.fault: dict[int, Status] = {}
+        self.invalid: dict[int, Status] = {}
         """The status of slots whose bytes are invalid: reads of them in flight fail with it."""
         self.freed: list[int] | None = None
         """Slots freed since `take_freed`, some of them allocated again; `None` if it is not called."""
@@ -233,17 +233,17 @@ class SlotPool:
             self._give_back(array("i", (index,)))
             if self.freed is not None:
                 self.freed.append(index)
-            if self.fault:
-                self.fault.pop(index, None)
+            if self.invalid:
+                self.invalid.pop(index, None)
 
     def free_all(self, indices: Sequence[int] | npt.NDArray[np.int32]) -> None:
         """Free slots that were ready, and that no job uses."""
         slots = as_i32(indices)
         self.move_all(slots, READY, FREE)
         i32_view(self.node)[slots] = 0
-        if self.fault:
+        if self.invalid:
             for index in slots.tolist():
-                self.fault.pop(index, None)
+                self.invalid.pop(index, None)
         self._give_back(array("i", slots.tobytes()))
         if self.freed is not None:
             self.freed += slots.tolist()
@@ -275,7 +275,7 @@ class SlotPool:
         self.state = bytearray(self.capacity)
         for index in busy:
             self.state[index] = DRAINING
-        self.fault = {index: fault for index, fault in self.fault.items() if index in busy}
+        self.invalid = {index: status for index, status in self.invalid.items() if index in busy}
         self._all_free(sorted(busy))
         if self.freed is not None:
             self.freed = []
@@ -286,7 +286,7 @@ class SlotPool:
         written = as_i32([*self.writer])
         busy[written] = True
         is_free, blamed = state == FREE, i32_view(self.node) != 0
-        blamed[as_i32([*self.fault])] = True
+        blamed[as_i32([*self.invalid])] = True
         self._check_free(np.flatnonzero(is_free).tolist())
         wrong = np.flatnonzero((is_free & (busy | blamed)) | ((state == DRAINING) & ~busy)).tolist()
         wrong += written[(state[written] != FILLING) & (state[written] != DRAINING)].tolist()

@@ -29,7 +29,7 @@ from longshore.cache.columns import as_i32, sparse, u8_view
 from longshore.cache.eviction import EvictionPolicy
 from longshore.cache.eviction.partitioned import PartitionedByPriority, PartitionedBySize
 from longshore.cache.index import Index
-from longshore.cache.settings import DEFAULT_PRIORITY, Retention, said
+from longshore.cache.settings import DEFAULT_PRIORITY, Retention, retention_ranges
 
 Nodes = Sequence[int] | npt.NDArray[np.int32]
 
@@ -79,7 +79,7 @@ class Priorities:
 
     def apply(self, nodes: Nodes, positions: npt.ArrayLike, retention: Sequence[Retention], now: float) -> None:
         """Set the priorities of `nodes`, the chunks at `positions` of a request, parents first, from `retention`."""
-        which, ids = said(retention, positions), as_i32(nodes)
+        which, ids = retention_ranges(retention, positions), as_i32(nodes)
         for number, each in enumerate(retention):
             mine = ids[which == number]
             if len(mine):

@@ -78,7 +78,7 @@ class RemoteKeys:
         if asked := tuple(new[:room]):
             number, deadline = self._transfers.new_id(), self._transfers.now + settings.probe_timeout
             probe = Probe(number, self.name, asked, deadline, self._transfers.generation, settings.ranks)
-            self._transfers.outbox.append(probe)
+            self._transfers.commands.append(probe)
             self._probes[number] = _ProbeInFlight(probe, set(range(probe.ranks)), [True] * len(asked))
             self._asked.update(dict.fromkeys(asked, number))
         return sorted({self._asked[key] for key in unknown if key in self._asked})

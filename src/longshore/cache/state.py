@@ -289,7 +289,7 @@ class CacheState:
         """The job that fills this slot has failed."""
         pool = self.pools[tier]
         del pool.writer[slot]
-        pool.fault[slot] = fault
+        pool.invalid[slot] = fault
         if pool.state[slot] == DRAINING:
             self._free_drained(tier, slot)
         else:
@@ -326,7 +326,7 @@ class CacheState:
         """
         pool = self.pools[tier]
         pool.readers[slot] -= 1
-        pool.fault.setdefault(slot, fault)
+        pool.invalid.setdefault(slot, fault)
         if pool.state[slot] == DRAINING:
             self._free_drained(tier, slot)
         elif tier and any(
@@ -341,8 +341,8 @@ class CacheState:
         invalid, self._invalid_copies = self._invalid_copies, []
         for tier, slot in invalid:
             pool = self.pools[tier]
-            if pool.state[slot] == READY and slot in pool.fault:
-                self.invalidate(pool.node[slot], tier, pool.fault[slot].value)
+            if pool.state[slot] == READY and slot in pool.invalid:
+                self.invalidate(pool.node[slot], tier, pool.invalid[slot].value)
 
     def invalidate(self, node: int, tier: int, cause: str) -> None:
         """Remove an invalid copy, and all copies that cannot be reached without it.
