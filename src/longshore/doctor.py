@@ -398,7 +398,7 @@ class _Trial:
         half = arena.array.nbytes // 2
         arena.array[:half] = np.random.default_rng().integers(0, 256, half, np.uint8)
         tier = open_store(self._settings, arena=arena, image_bytes=self._size, namespace=namespace)
-        tier.call_at_end(self._done.set)
+        tier.set_completion_callback(self._done.set)
         try:
             yield from self._tried(tier, recompute)
         finally:

@@ -240,7 +240,7 @@ def test_reset_during_opening_restarts_tier_host_with_the_reset(
     harness.store(0, 0)
     harness.kill()
     harness.until(lambda: harness.tier._supervisor.process is not None)
-    assert harness.tier.is_away  # it may have opened the files, but has not been heard
+    assert harness.tier.is_unavailable  # it may have opened the files, but has not been heard
     opening = harness.pid
     harness.tier.reset(1)
     harness.until_open()

@@ -77,9 +77,9 @@ class HostedRemoteTier(HostedTier, KeyedTier):
         return self._namespace.current
 
     @property
-    def is_away(self) -> bool:
+    def is_unavailable(self) -> bool:
         """Whether the store is left alone, or no process serves it. All operations are misses then."""
-        return bool(self._failures[AWAY]) or super().is_away
+        return bool(self._failures[AWAY]) or super().is_unavailable
 
     @property
     def failures(self) -> Mapping[str, int]:
@@ -92,7 +92,7 @@ class HostedRemoteTier(HostedTier, KeyedTier):
         check_question(keys, generation, self.generation)
         ticket = self._new_ticket()
         self._asked[ticket] = len(keys)
-        if self.is_away or not self._send(Kind.ASK, wire.pack_ask(ticket, generation, deadline, keys)):
+        if self.is_unavailable or not self._send(Kind.ASK, wire.pack_ask(ticket, generation, deadline, keys)):
             self._answer(ticket, None)
         return ticket
 

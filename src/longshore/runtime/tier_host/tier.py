@@ -117,7 +117,7 @@ class HostedTier(Tier):
         return self._supervisor.is_quiet
 
     @property
-    def is_away(self) -> bool:
+    def is_unavailable(self) -> bool:
         """Whether no process has opened the tier, or it is stalled or silent. All operations are misses then."""
         return not self._is_open or self.is_stalled
 
@@ -129,7 +129,7 @@ class HostedTier(Tier):
         check_batch(batch, deadline, slabs=slabs, image_bytes=sizes, arena_bytes=nbytes, last_reset=last)
         ticket = self._new_ticket()
         self._in_flight[ticket] = len(batch)
-        if self.is_away or not self._send(Kind.SUBMIT, wire.pack_submit(ticket, deadline, batch)):
+        if self.is_unavailable or not self._send(Kind.SUBMIT, wire.pack_submit(ticket, deadline, batch)):
             self._end(ticket, Status.UNAVAILABLE)
         return ticket
 

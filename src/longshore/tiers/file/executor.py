@@ -119,8 +119,8 @@ class Executor:
     Public methods are thread-safe; the others run in the executor's thread.
 
     Attributes:
-        ended: Operations that were carried out.
-        at_end: Called, with the lock held, when a batch has ended; what it raises is logged.
+        completed: Number of operations that were carried out.
+        on_batch_end: Called, with the lock held, when a batch has ended; what it raises is logged.
     """
 
     def __init__(
@@ -138,8 +138,8 @@ class Executor:
         `run_task` carries out the operations of a task and returns a status for each. `depth`: with as many pieces in
         the queue, no further task is submitted. The queue is closed with this.
         """
-        self.ended = 0
-        self.at_end: Callable[[], None] = lambda: None
+        self.completed = 0
+        self.on_batch_end: Callable[[], None] = lambda: None
         self._queue = queue
         self._segment = segment
         self._run_task = run_task
@@ -235,7 +235,7 @@ class Executor:
             del self._open[batch.ticket]
             self._results.append(batch.result())
             try:
-                self.at_end()
+                self.on_batch_end()
             except Exception:  # noqa: BLE001 - the batch has ended all the same
                 message = "file tier: the callback of batch %d raised; its results wait for the next poll; report this"
                 _log.exception(message, batch.ticket)
@@ -355,7 +355,7 @@ class Executor:
         self._stagings.append(task.staging)
         with self._lock:
             task.end(statuses, time.monotonic())
-            self.ended += len(task.indices)
+            self.completed += len(task.indices)
             self._report_if_ended(task.batch)
         if self._completed:
             time.sleep(_MOMENT)

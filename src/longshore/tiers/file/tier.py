@@ -215,9 +215,9 @@ class FileTier(Tier):
         return self._superblock.generation
 
     @property
-    def ended(self) -> int:
+    def completed(self) -> int:
         """Number of completed operations; while it grows, the disk responds."""
-        return self._executor.ended
+        return self._executor.completed
 
     @property
     def failures(self) -> dict[str, int]:
@@ -245,9 +245,9 @@ class FileTier(Tier):
             self._checkpointer.begin_if_due()
         return results
 
-    def call_at_end(self, call: Callable[[], None]) -> None:
+    def set_completion_callback(self, call: Callable[[], None]) -> None:
         """Set a completion callback: called in any thread when a batch has ended. It must be short."""
-        self._executor.at_end = call
+        self._executor.on_batch_end = call
 
     def cancel(self, ticket: int) -> None:
         """End operations of `ticket` that have not begun."""

@@ -24,7 +24,7 @@ Statuses     of reads: `OK`; `NOT_FOUND`, not there; `CORRUPT`, `SHORT`, `MISMAT
              of writes: `OK`, also for what was there; `NO_SPACE`, the store is full; `QUEUE_FULL`, beyond the daily
              budget; `DEADLINE`, `UNAVAILABLE`, `IO_ERROR`; `CANCELLED`, of an earlier generation.
 Counts       `counts` by operation and status (`("read", "ok")`, `("probe", "present")`), `failures` by reason
-             (`FAILURE_REASONS`), `ended`, `is_away`.
+             (`FAILURE_REASONS`), `completed`, `is_unavailable`.
 
 A store that cannot be reached raises nothing, also not when it is opened. Invalid URLs raise `ConfigError`. Passwords
 come from a file or from the environment, and stand in no message.
