@@ -115,7 +115,7 @@ def check_store(
     found = _by_deadline(about, lambda: look(settings), _CHECK_SECONDS + connecting)
     if all(each.level is not BROKEN for each in found) and write:
         trial = _Trial(settings, image_bytes, images)
-        found += _by_deadline(about, lambda: trial.findings(recompute), _CHECK_SECONDS + trial.longest)
+        found += _by_deadline(about, lambda: trial.findings(recompute), _CHECK_SECONDS + trial.timeout)
     return found
 
 
@@ -388,7 +388,7 @@ class _Trial:
         self._keys = [os.urandom(KEY_BYTES) for _ in range(max(PROBED, images))]
         self._done = threading.Event()
         waits = _PROBES * settings.probe_timeout + _READS * settings.fetch_timeout + 2 * settings.write_timeout
-        self.longest = waits + settings.connect_timeout + _CALL_SECONDS
+        self.timeout = waits + settings.connect_timeout + _CALL_SECONDS
         """Seconds that the settings give it."""
 
     def findings(self, recompute: Recompute) -> Iterator[Finding]:
@@ -398,7 +398,7 @@ class _Trial:
         half = arena.array.nbytes // 2
         arena.array[:half] = np.random.default_rng().integers(0, 256, half, np.uint8)
         tier = open_store(self._settings, arena=arena, image_bytes=self._size, namespace=namespace)
-        tier.call_at_end(self._done.set)
+        tier.set_completion_callback(self._done.set)
         try:
             yield from self._tried(tier, recompute)
         finally:

@@ -399,7 +399,7 @@ class Stage:
             if r.state is SlotState.READY:  # invariant 1
                 for rank, memory in enumerate(self.movers.memory):
                     there = memory.read(r.slot)
-                    known = self.cache._state.pools[list(self.sizes).index(tier)].fault  # lost when the step ends
+                    known = self.cache._state.pools[list(self.sizes).index(tier)].invalid  # lost when the step ends
                     assert there == Tag(each, self.generation) or (
                         there == BAD and ((tier, r.slot.index, rank) in self.secret or r.slot.index in known)
                     )

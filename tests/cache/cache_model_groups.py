@@ -186,7 +186,7 @@ class Groups(Life):
         self.look()
         had = [at for at in range(first, len(keys)) if not self.is_absent(keys[at])]
         assert sorted([*offload.already_stored, *taken]) == had
-        assert offload.kept == next((at for at in range(first, len(keys)) if at not in had), len(keys))
+        assert offload.stored_prefix == next((at for at in range(first, len(keys)) if at not in had), len(keys))
 
     def lease_each(self, keys: Sequence[Key], group: int, request: str | None) -> None:
         """Those of the chunks that are ready are leased, each by itself."""

@@ -139,7 +139,7 @@ def test_one_image_size_can_fill_a_tier_and_lose_it() -> None:
         world.settle()
     assert [each.slabs for each in world.cache.stats()[0].sizes] == [3, 0]
     for prompt in "abc":
-        assert world.store(LARGE, prompt).kept == 1
+        assert world.store(LARGE, prompt).stored_prefix == 1
         world.settle()
     assert [each.slabs for each in world.cache.stats()[0].sizes] == [0, 3]
     assert world.cache.counters.evictions[HOST] == 12
@@ -173,12 +173,12 @@ def test_slab_with_held_image_stays_and_next_is_emptied() -> None:
         world.settle()
     _, hold = world.lookup(SMALL, "a")
     assert hold is not None
-    assert world.store(LARGE, "x").kept == 1
+    assert world.store(LARGE, "x").stored_prefix == 1
     assert world.kept(SMALL, *"abcdefgh") == list("abcd")
     world.store(LARGE, "y")
     assert world.cache.counters.drops[HOST][DropReason.NO_ROOM] == 1, "what is left is held, or being filled"
     world.cache.release(hold)
-    assert world.store(LARGE, "y").kept == 1
+    assert world.store(LARGE, "y").stored_prefix == 1
     assert world.kept(SMALL, *"abcd") == []
 
 
@@ -328,7 +328,7 @@ def test_a_reset_leaves_slabs_that_jobs_touch_to_their_size() -> None:
     assert world.store(LARGE, "y").job is None
     world.settle()
     assert [each.slabs for each in world.cache.stats()[0].sizes] == [0, 0]
-    assert world.store(LARGE, "yz").kept == 2
+    assert world.store(LARGE, "yz").stored_prefix == 2
 
 
 PROMPTS = ("a", "ab", "abc", "abd", "abcde", "f", "fg", "fgh", "ij", "ijklm", "n", "no")

@@ -97,7 +97,7 @@ def test_a_store_fills_the_gaps_between_orphans_by_one_job() -> None:
     put(cache, PATH[:2], 1)
     put(cache, PATH, 3)
     (order,) = cache.store({0: GroupKeys(chunks("abcde"), prompt_end=5)}, {0: range(10, 15)}).values()
-    assert (list(order.positions), list(order.already_stored), order.kept) == ([0, 2, 4], [1, 3], 5)
+    assert (list(order.positions), list(order.already_stored), order.stored_prefix) == ([0, 2, 4], [1, 3], 5)
     (transfer,) = orders(cache)
     assert [(part.first_block, tuple(part.blocks)) for part in transfer.sections] == [
         (0, (10,)),

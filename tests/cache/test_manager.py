@@ -96,7 +96,9 @@ def test_store_of_one_group_may_evict_chunks_of_the_next() -> None:
     paths, blocks = {0: GroupKeys(keys("a", 4)), 1: GroupKeys(keys("b"))}, {0: range(4), 1: range(4, 7)}
     orders = cache.store(paths, blocks)
     assert len(orders[0].positions) == 4
-    assert (orders[1].kept, list(orders[1].already_stored), orders[1].job) == (0, [], None)
+    assert (orders[1].stored_prefix, list(orders[1].already_stored), orders[1].job) == (0, [], None)
+    with pytest.warns(DeprecationWarning, match="ScheduledStore.kept was renamed: use stored_prefix"):
+        assert orders[1].kept == 0
     settle(cache)
     assert {each.key for each in residents_of(cache)} == set(keys("a", 4))
     cache.check_integrity()

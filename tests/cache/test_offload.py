@@ -52,7 +52,7 @@ def test_chunk_in_or_arriving_at_a_tier_is_not_rewritten() -> None:
     world.end(second)
     world.end(first)
     assert world.call("store", {0: GroupKeys([key("a")])}, {0: (0,)})[0] == ScheduledStore(
-        None, kept=1, already_stored=range(1), later=range(0)
+        None, stored_prefix=1, already_stored=range(1), later=range(0)
     )
 
 

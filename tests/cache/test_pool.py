@@ -113,10 +113,10 @@ def test_slots_that_are_freed_together_are_nobodys_and_without_fault() -> None:
     pool = SlotPool(3)
     taken = pool.allocate(2)
     pool.move_all(taken, FILLING, READY)
-    pool.node[0], pool.fault[1] = 7, Status.CORRUPT
+    pool.node[0], pool.invalid[1] = 7, Status.CORRUPT
     pool.free_all(taken)
     assert pool.node[0] == 0
-    assert not pool.fault
+    assert not pool.invalid
     pool.check_integrity()
 
 
@@ -154,7 +154,7 @@ def _is_written(pool: SlotPool) -> None:
 
 
 def _is_bad(pool: SlotPool) -> None:
-    pool.fault[1] = Status.CORRUPT
+    pool.invalid[1] = Status.CORRUPT
 
 
 def _is_owned(pool: SlotPool) -> None:
@@ -201,8 +201,8 @@ def test_clear_keeps_faults_only_of_slots_that_jobs_touch() -> None:
     pool.allocate(3)
     for slot in range(3):
         pool.move(slot, READY)
-        pool.fault[slot] = Status.CORRUPT
+        pool.invalid[slot] = Status.CORRUPT
     pool.readers[1] = 1
     pool.clear()
-    assert pool.fault == {1: Status.CORRUPT}
+    assert pool.invalid == {1: Status.CORRUPT}
     pool.check_integrity()

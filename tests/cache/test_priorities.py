@@ -11,7 +11,7 @@ from group_kit import end, orders, settle
 from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
 from longshore.cache import CacheSettings, DropReason, Retention, TieredCache, TierSpec, WritePolicy
 from longshore.cache.eviction import LRU
-from longshore.cache.settings import DEFAULT_PRIORITY, OfferFilter, priorities, said
+from longshore.cache.settings import DEFAULT_PRIORITY, OfferFilter, priorities, retention_ranges
 from longshore.errors import CacheError, JobError
 from residents import residents_of
 
@@ -184,7 +184,7 @@ def test_tokens_become_the_chunks_that_have_one_of_them() -> None:
 
 def test_highest_priority_range_wins_and_first_of_equals() -> None:
     ranges = (Retention(0, 2, 10), Retention(1, 4, 20, 5.0), Retention(3, 6, 20))
-    assert said(ranges, range(7)).tolist() == [0, 1, 1, 1, 2, 2, -1]
+    assert retention_ranges(ranges, range(7)).tolist() == [0, 1, 1, 1, 2, 2, -1]
     assert priorities(ranges, (6, 0, 4)).tolist() == [DEFAULT_PRIORITY, 10, 20]
     assert priorities((), (0, 1)).tolist() == [DEFAULT_PRIORITY] * 2
 
@@ -230,7 +230,7 @@ def test_of_a_prompt_only_the_prompt_is_offloaded() -> None:
     assert dropped(cache) == {DropReason.GENERATED: 3}
     put(cache, "abcd")  # the answer has become a part of the next prompt
     assert on(cache) == ["a", "ab", "abc", "abcd"]
-    assert store(build(8), chunks("ab"), range(2), prompt_end=1).kept == 2
+    assert store(build(8), chunks("ab"), range(2), prompt_end=1).stored_prefix == 2
 
 
 def test_a_selective_policy_offloads_what_is_offered_again() -> None:

@@ -144,7 +144,7 @@ def test_logged_calls_made_again_lead_to_the_same_state(seed: int, monkeypatch: 
         storm.cache.take_commands()
         storm.cache.apply_results((), storm.now)
         asked += 3
-    tiers, settings, remote, generation = storm.cache.made_of
+    tiers, settings, remote, generation = storm.cache.constructor_arguments
     again = TieredCache(tiers, settings, remote=remote, generation=generation)
     for call in log.calls:
         with contextlib.suppress(CacheError):  # refused the first time, too

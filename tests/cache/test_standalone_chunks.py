@@ -71,7 +71,7 @@ def test_the_last_window_gets_the_room_there_is() -> None:
     offload = cache.store({0: GroupKeys(keys_of(0, 10))}, {0: range(10)})[0]
     assert list(offload.positions) == [6, 7, 8, 9]
     assert cache.counters.drops[HOST][DropReason.NO_ROOM] == 6
-    assert offload.kept == 0
+    assert offload.stored_prefix == 0
 
 
 def test_only_what_is_missing_is_stored_in_runs() -> None:
@@ -84,7 +84,7 @@ def test_only_what_is_missing_is_stored_in_runs() -> None:
     offload = cache.store({0: GroupKeys(path)}, {0: blocks})[0]
     assert list(offload.positions) == [1, 2, 4]
     assert len(offload.slots) == 3
-    assert offload.kept == 6
+    assert offload.stored_prefix == 6
     (transfer,) = orders(cache)
     assert transfer.sections == (Section(0, 2, (12, 13, 14, 15)), Section(0, 8, (18, 19)))
     assert [item.key for item in transfer.items] == [path[1], path[2], path[4]]

@@ -214,7 +214,7 @@ def test_a_killed_node_costs_its_slots_until_others_have_them(
         harness.assert_serves(0, number)
         harness.store(0, number)
     assert ask(harness, *NUMBERS) == tuple(number not in lost for number in NUMBERS)
-    assert not tier.is_away
+    assert not tier.is_unavailable
     assert tier.failures["breaker"] == 1
     first, last = 2 * 16384 // 3, 16383
     for node in own_cluster.nodes[:2]:
@@ -286,7 +286,7 @@ def test_no_node_at_all(opened: Callable[..., TierHarness]) -> None:
         Status.UNAVAILABLE,
     )
     assert ask(harness, 1) is None
-    until(lambda: harness.load(0, 1)[0] is Status.UNAVAILABLE and remote(harness).is_away)
+    until(lambda: harness.load(0, 1)[0] is Status.UNAVAILABLE and remote(harness).is_unavailable)
 
 
 def test_the_first_node_may_be_down(own_cluster: LocalCluster, opened: Callable[..., TierHarness]) -> None:

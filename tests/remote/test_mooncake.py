@@ -323,12 +323,12 @@ def test_a_master_that_is_killed_and_started_again(own: LocalMooncake, shared: C
     ended = [harness.run(harness.op(Op.READ, 0, 1), harness.op(Op.WRITE, 0, 2)) for _ in range(8)]
     assert {status for statuses in ended for status in statuses} == {Status.UNAVAILABLE}
     tier = remote(harness)
-    until(lambda: tier.is_away)
+    until(lambda: tier.is_unavailable)
     assert ask(harness, 1) is None
     assert tier.failures["connection"] >= 3
     assert (tier.counts["read", "unavailable"], tier.counts["write", "unavailable"]) == (8, 8)
     own.start()
-    until(lambda: not tier.is_away)
+    until(lambda: not tier.is_unavailable)
     assert harness.load(0, 1)[0] is Status.NOT_FOUND, "the master keeps nothing"
     until(lambda: written(harness, 1))
     harness.assert_serves(0, 1)
@@ -343,7 +343,7 @@ def test_a_machine_that_dies_costs_its_values_alone(own: LocalMooncake, shared: 
     ended = [harness.load(0, 1)[0] for _ in range(4)]
     assert set(ended) == {Status.UNAVAILABLE}
     assert set(remote(harness).failures.values()) == {0}
-    assert not remote(harness).is_away
+    assert not remote(harness).is_unavailable
     assert ask(harness, 2) == (False,)
 
 

@@ -346,12 +346,12 @@ def test_a_server_that_stops_dies_and_restarts(tmp_path: Path, opened: Callable[
         assert ended[0] is Status.DEADLINE
         assert ended[-1] is Status.UNAVAILABLE
         assert remote(harness).failures["breaker"] == 1
-        until(lambda: not remote(harness).is_away)
+        until(lambda: not remote(harness).is_unavailable)
         server.kill()
         assert {patient.run(patient.op(Op.READ, 0, 1))[0] for _ in range(4)} == {Status.UNAVAILABLE}
-        assert remote(patient).is_away
+        assert remote(patient).is_unavailable
         server.start()
-        until(lambda: not remote(patient).is_away)
+        until(lambda: not remote(patient).is_unavailable)
         patient.assert_serves(0, 1)
 
 

@@ -166,7 +166,7 @@ def test_no_server_costs_nothing_but_misses(opened: Callable[..., TierHarness]) 
         Status.UNAVAILABLE,
     )
     assert ask(harness, 1) is None
-    assert remote(harness).is_away
+    assert remote(harness).is_unavailable
 
 
 def test_a_stopped_server_is_left_alone(own_server: LocalServer, opened: Callable[..., TierHarness]) -> None:
@@ -180,7 +180,7 @@ def test_a_stopped_server_is_left_alone(own_server: LocalServer, opened: Callabl
     assert set(ended) == {Status.DEADLINE, Status.UNAVAILABLE}
     assert tier.failures["breaker"] == 1
     own_server.resume()
-    until(lambda: not tier.is_away)
+    until(lambda: not tier.is_unavailable)
     until(lambda: harness.load(0, 1)[0] is Status.OK)
 
 
@@ -190,9 +190,9 @@ def test_a_killed_server_is_used_when_it_is_back(own_server: LocalServer, opened
     harness.store(0, 1)
     own_server.kill()
     assert harness.run(harness.op(Op.READ, 0, 1)) == (Status.UNAVAILABLE,)
-    assert tier.is_away
+    assert tier.is_unavailable
     own_server.start()
-    until(lambda: not tier.is_away)
+    until(lambda: not tier.is_unavailable)
     assert harness.load(0, 1)[0] is Status.NOT_FOUND
     harness.store(0, 1)
     harness.assert_serves(0, 1)
@@ -218,7 +218,7 @@ def test_a_full_server_refuses_writes_and_serves_reads(tmp_path: Path, opened: C
             statuses += harness.run(harness.op(Op.WRITE, 0, len(statuses)))
         assert statuses[-1] is Status.NO_SPACE
         assert ask(harness, 0) == (True,)
-        assert not remote(harness).is_away
+        assert not remote(harness).is_unavailable
 
 
 @pytest.mark.parametrize("reason", ["MISCONF", "READONLY"])

@@ -22,7 +22,7 @@ def replay(path: Path, cache: TieredCache | None = None) -> TieredCache:
     if cache is None:
         if not written.is_whole:
             raise TraceError(f"{path}: expected all calls since the cache was empty, got the last {len(written.calls)}")
-        tiers, settings, remote, generation = written.made_of
+        tiers, settings, remote, generation = written.constructor_arguments
         cache = TieredCache(tiers, settings, remote=remote, generation=generation)
     for name, args, kwargs in written.calls:
         try:

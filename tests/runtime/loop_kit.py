@@ -87,7 +87,7 @@ class StubCache:
         self.commands = list(commands)
         self.results: list[TransferResult] = []
         self.settings = CacheSettings()
-        self.made_of = ()
+        self.constructor_arguments = ()
 
     def stats(self) -> tuple[()]:
         return ()

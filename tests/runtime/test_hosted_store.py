@@ -140,11 +140,11 @@ def test_killed_process_restarts_with_the_latest_generation(opener: Opener) -> N
     former = harness.pid
     os.kill(former, signal.SIGKILL)
     harness.until(lambda: harness.tier.failures["tier_host"] == 1)
-    assert harness.tier.is_away
+    assert harness.tier.is_unavailable
     assert harness.ask(0) is None
     assert harness.read(0) is Status.UNAVAILABLE
     harness.tier.reset(5, bytes(32))
-    harness.until(lambda: not harness.tier.is_away)
+    harness.until(lambda: not harness.tier.is_unavailable)
     assert harness.pid != former
     assert harness.ask(0) == (True,)
     harness.store(1, 1, generation=5)
@@ -177,12 +177,12 @@ def test_a_stopped_process_is_left_alone_and_then_killed(opener: Opener, monkeyp
 def test_a_store_that_is_away_says_so_and_comes_back(opener: Opener, tmp_path: Path) -> None:
     directory = tmp_path / "unmounted"
     harness = opener(f"file://{directory}?{PATIENT}")
-    while not harness.tier.is_away:
+    while not harness.tier.is_unavailable:
         assert harness.ask(0) is None
     assert harness.tier.failures["breaker"] == 1
     assert harness.read(0) is Status.UNAVAILABLE
     directory.mkdir()
-    harness.until(lambda: not harness.tier.is_away)
+    harness.until(lambda: not harness.tier.is_unavailable)
     assert harness.ask(0) == (False,)
 
 
@@ -204,7 +204,7 @@ def test_process_that_fails_to_start_is_started_later(opener: Opener, tmp_path: 
     )
     command = program(fails) if status == "ends" else [str(tmp_path / "tier-host")]
     harness = opener(program=command)
-    assert harness.tier.is_away
+    assert harness.tier.is_unavailable
     assert harness.ask(0) is None
     assert harness.read(0) is Status.UNAVAILABLE
     if status == "ends":
@@ -213,7 +213,7 @@ def test_process_that_fails_to_start_is_started_later(opener: Opener, tmp_path: 
         harness.until(lambda: harness.tier.failures["tier_host"] >= 1)
         Path(command[0]).write_text(f'#!/bin/sh\nexec {" ".join(map(shlex.quote, PROGRAM))} "$@"\n')
         Path(command[0]).chmod(0o700)
-    harness.until(lambda: not harness.tier.is_away)
+    harness.until(lambda: not harness.tier.is_unavailable)
     harness.store(0, 0)
     assert harness.ask(0, 1) == (True, False)
 

@@ -181,18 +181,18 @@ def test_pauses_grow_and_begin_anew_after_a_good_process(tmp_path: Path) -> None
         guard.begin()
     pauses = []
     for death in range(1, 11):
-        guard.look(owed=False)
+        guard.poll(expects_reply=False)
         assert guard.deaths == death
         pauses.append(guard._restart_at - now)
         now = guard._restart_at - 0.01
-        guard.look(owed=False)
+        guard.poll(expects_reply=False)
         assert guard.deaths == death
         now = guard._restart_at
     assert pauses == pytest.approx([min(0.1 * 2**death, watch.LONGEST_PAUSE) for death in range(10)])
-    guard.look(owed=False)
+    guard.poll(expects_reply=False)
     assert guard.process is not None
     now += watch.STABLE
-    while not guard.look(owed=False).died:
+    while not guard.poll(expects_reply=False).died:
         pass
     assert guard._restart_at - now == pytest.approx(watch.FIRST_PAUSE)
 
@@ -240,7 +240,7 @@ def test_reset_during_opening_restarts_tier_host_with_the_reset(
     harness.store(0, 0)
     harness.kill()
     harness.until(lambda: harness.tier._supervisor.process is not None)
-    assert harness.tier.is_away  # it may have opened the files, but has not been heard
+    assert harness.tier.is_unavailable  # it may have opened the files, but has not been heard
     opening = harness.pid
     harness.tier.reset(1)
     harness.until_open()

@@ -140,14 +140,14 @@ def test_one_that_is_stopped_is_waited_for_once(opener: Callable[..., Hanging]) 
     harness.signal(signal.SIGSTOP)
     read(harness)
     harness.look(int(watch.QUIET) - 1)
-    assert not harness.tier.is_away
+    assert not harness.tier.is_unavailable
     harness.look(1)
-    assert harness.tier.is_away
+    assert harness.tier.is_unavailable
     for place in range(1, 4):
         (result,) = harness.look_at(harness.tier.submit([harness.op(Op.READ, 0, 0, place=place)], math.inf))
         assert result.statuses == (Status.UNAVAILABLE,), "at once"
     harness.signal(signal.SIGCONT)
-    harness.until(lambda: not harness.tier.is_away)
+    harness.until(lambda: not harness.tier.is_unavailable)
     harness.assert_serves(0, 0)
     assert harness.tier.failures["tier_host"] == 0
 
@@ -200,9 +200,9 @@ def test_a_disk_that_hangs_costs_misses_and_no_process(opener: Callable[..., Han
     harness.gate.touch()
     ticket = read(harness)
     harness.hear(int(tier.STALLED) - 1)
-    assert not harness.tier.is_away
+    assert not harness.tier.is_unavailable
     harness.hear(2 * LOOKS)
-    assert harness.tier.is_away
+    assert harness.tier.is_unavailable
     assert harness.run(harness.op(Op.READ, 0, 1), harness.op(Op.WRITE, 1, 1)) == (
         Status.UNAVAILABLE,
         Status.UNAVAILABLE,
@@ -210,7 +210,7 @@ def test_a_disk_that_hangs_costs_misses_and_no_process(opener: Callable[..., Han
     assert ticket in harness.tier._in_flight  # it may read yet
     harness.gate.unlink()
     assert harness.wait(ticket).statuses == (Status.OK,)
-    assert not harness.tier.is_away
+    assert not harness.tier.is_unavailable
     harness.assert_serves(0, 0)
     assert (harness.pid, harness.tier.failures["tier_host"], harness.tier.failures["stalled"]) == (pid, 0, 1)
 
@@ -238,7 +238,7 @@ def test_a_slow_disk_that_goes_on_is_given_more(opener: Callable[..., Hanging]) 
     tickets = [harness.tier.submit([op], math.inf) for op in ops]
     for gate in gates:
         harness.hear(int(tier.STALLED) - 2)
-        assert not harness.tier.is_away
+        assert not harness.tier.is_unavailable
         before = harness.tier._ended
         gate.unlink()
         if gate is not gates[-1]:

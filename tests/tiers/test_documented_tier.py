@@ -58,6 +58,7 @@ def test_a_stack_opens_it_in_place_of_the_file_tier(tmp_path: Path) -> None:
     assert torch.equal(rows[5:], expected)
 
 
-def test_a_tier_with_a_former_method_name_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"Old.forget is not called any more: rename it to reset"):
-        type("Old", (Tier,), {"forget": lambda self, generation: None})
+@pytest.mark.parametrize(("old", "new"), [("forget", "reset"), ("is_away", "is_unavailable")])
+def test_a_tier_with_a_former_method_name_is_refused(old: str, new: str) -> None:
+    with pytest.raises(TypeError, match=rf"Old.{old} is not called any more: rename it to {new}"):
+        type("Old", (Tier,), {old: lambda self: None})

@@ -476,7 +476,7 @@ def test_subscriber_is_called_when_there_is_a_result(
 ) -> None:
     harness = harness_of(io=io, slots=SLOTS)
     called = threading.Semaphore(0)
-    cast(FileTier, harness.tier).call_at_end(called.release)
+    cast(FileTier, harness.tier).set_completion_callback(called.release)
     for op, deadline in ((Op.WRITE, math.inf), (Op.READ, math.inf), (Op.READ, time.monotonic() - 1)):
         ticket = harness.tier.submit([harness.op(op, 0, 0), harness.op(op, 2, 2, place=1)], deadline)
         assert called.acquire(timeout=TIMEOUT)
@@ -488,7 +488,7 @@ def test_who_fails_when_it_is_called_stops_nobody(harness: TierHarness, caplog: 
     def fail() -> None:
         raise RuntimeError("the event loop is closed")
 
-    cast(FileTier, harness.tier).call_at_end(fail)
+    cast(FileTier, harness.tier).set_completion_callback(fail)
     for slot in range(SLOTS):
         harness.assert_serves(slot, slot)
     assert "the event loop is closed" in caplog.text

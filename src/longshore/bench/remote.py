@@ -236,11 +236,11 @@ def _away(server: Server, names: Sequence[str]) -> Iterator[Case]:
 
 def _late(name: str, ours: MeasuredTier, server: Server) -> Case:
     if name == "back/stopped":
-        while not ours.tier.is_away:
+        while not ours.tier.is_unavailable:
             ours.probe(expected=None)
         server.resume()
         begun = time.perf_counter()
-        while ours.tier.is_away:
+        while ours.tier.is_unavailable:
             time.sleep(0.002)
         ours.probe()
         seconds = time.perf_counter() - begun

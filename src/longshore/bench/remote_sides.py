@@ -108,7 +108,7 @@ class MeasuredTier:
             namespace=self.namespace,
             failures=self._failures,
         )
-        tier.call_at_end(self._done.set)
+        tier.set_completion_callback(self._done.set)
         return tier
 
     def get(self) -> None:

@@ -59,13 +59,13 @@ class Backlog:
         """Whether `node` is dirty in `tier`."""
         return self._last > 0 and self._mark[node] != _CLEAN and _tier(self._mark[node]) == tier
 
-    def are_clean(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-        """Whether the nodes `at` are not to be copied down: some tier below has them, or rejected them; bool."""
-        return u8_view(self._mark)[at] == _CLEAN if self._last else np.ones(len(at), bool)
+    def are_clean(self, nodes: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """Whether `nodes` are not to be copied down: some tier below has them, or rejected them; bool."""
+        return u8_view(self._mark)[nodes] == _CLEAN if self._last else np.ones(len(nodes), bool)
 
-    def dirty_in(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.int8]:
-        """The tier in which each of the nodes `at` is dirty; -1 for none."""
-        tiers: npt.NDArray[np.int8] = (u8_view(self._mark)[at].astype(np.int8) - 1) // 2
+    def dirty_in(self, nodes: npt.NDArray[np.int32]) -> npt.NDArray[np.int8]:
+        """The tier in which each of `nodes` is dirty; -1 for none."""
+        tiers: npt.NDArray[np.int8] = (u8_view(self._mark)[nodes].astype(np.int8) - 1) // 2
         return tiers
 
     def update(self, node: int) -> bool:
@@ -92,26 +92,26 @@ class Backlog:
         """`update` for many; returns those that have become clean."""
         if not self._last or not nodes:
             return []
-        at = as_i32(nodes)
-        mark, due = u8_view(self._mark)[at], self._all_due(at)
+        ids = as_i32(nodes)
+        mark, due = u8_view(self._mark)[ids], self._all_due(ids)
         was = np.frombuffer(mark.tobytes().translate(_WAITING), np.uint8)
         changed = was != due
-        if (count := np.count_nonzero(changed)) < len(at):
+        if (count := np.count_nonzero(changed)) < len(ids):
             if not count:
                 return []
-            at, mark, was, due = at[changed], mark[changed], was[changed], due[changed]
-        for node in at[was != mark].tolist():
+            ids, mark, was, due = ids[changed], mark[changed], was[changed], due[changed]
+        for node in ids[was != mark].tolist():
             self._linked.remove(node)
         for tier in range(self._last):
             becomes = (due == _waiting(tier)).nonzero()[0]
             self.counts[tier] += len(becomes) - int(np.count_nonzero(was == _waiting(tier)))
             if len(becomes):
-                above = i32_view(self._index.parent)[at[becomes]]
+                above = i32_view(self._index.parent)[ids[becomes]]
                 queued = becomes[self._are_safe_below(above, tier)]
                 due[queued] += 1
-                self._linked.extend(_list(tier), at[queued])
-        u8_view(self._mark)[at] = due
-        clean: list[int] = at[mark != _CLEAN].tolist()
+                self._linked.extend(_list(tier), ids[queued])
+        u8_view(self._mark)[ids] = due
+        clean: list[int] = ids[mark != _CLEAN].tolist()
         return clean
 
     def backed_up(self, nodes: Sequence[int], tier: int) -> None:
@@ -155,13 +155,13 @@ class Backlog:
                     needs_use[node] = 1
         self.update_all(nodes)
 
-    def use(self, at: npt.NDArray[np.int32]) -> None:
-        """The nodes `at` were used: retry failed copies, and copy chunks that have reached the threshold."""
-        if len(again := at[u8_view(self._needs_use)[at] != 0]):
+    def use(self, nodes: npt.NDArray[np.int32]) -> None:
+        """The `nodes` were used: retry failed copies, and copy chunks that have reached the threshold."""
+        if len(again := nodes[u8_view(self._needs_use)[nodes] != 0]):
             u8_view(self._needs_use)[again] = 0
             self.update_all(unique(again).tolist())
         if self._most:
-            for node in at.tolist():
+            for node in nodes.tolist():
                 self._count_use(node)
 
     def _count_use(self, node: int) -> None:
@@ -188,23 +188,23 @@ class Backlog:
             return -1
         return -1 if self._needs_use[node] or self._uses[node] < self._thresholds[tier] else tier
 
-    def _all_due(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
-        """The mark of each of the nodes `at` by its copies, not queued."""
-        index, due = self._index, np.zeros(len(at), np.uint8)
-        lost = i32_view(index.slot[self._last])[at] < 0  # copies that are not in the last tier
+    def _all_due(self, nodes: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
+        """The mark of each of `nodes` by its copies, not queued."""
+        index, due = self._index, np.zeros(len(nodes), np.uint8)
+        lost = i32_view(index.slot[self._last])[nodes] < 0  # copies that are not in the last tier
         if not np.count_nonzero(lost):
             return due
         for tier in range(self._last):
-            dirty = index.are_ready(at, tier)
+            dirty = index.are_ready(nodes, tier)
             if self._thresholds[tier]:
-                dirty &= u8_view(self._uses)[at] >= self._thresholds[tier]
+                dirty &= u8_view(self._uses)[nodes] >= self._thresholds[tier]
             if tier:
-                due[i32_view(index.slot[tier])[at] >= 0] = _CLEAN
+                due[i32_view(index.slot[tier])[nodes] >= 0] = _CLEAN
             due[dirty] = _waiting(tier)
         due *= lost
         if index.orphans:
-            due[i32_view(index.depth)[at] < 0] = _CLEAN
-        due[u8_view(self._needs_use)[at] != 0] = _CLEAN
+            due[i32_view(index.depth)[nodes] < 0] = _CLEAN
+        due[u8_view(self._needs_use)[nodes] != 0] = _CLEAN
         return due
 
     def _is_safe_below(self, node: int, tier: int) -> bool:
@@ -212,11 +212,11 @@ class Backlog:
         index = self._index
         return node == ROOT or any(index.is_ready(node, colder) for colder in index.tiers[tier + 1 :])
 
-    def _are_safe_below(self, at: npt.NDArray[np.int32], tier: int) -> npt.NDArray[np.bool_]:
-        """The same for nodes `at`."""
-        safe: npt.NDArray[np.bool_] = at == ROOT
+    def _are_safe_below(self, nodes: npt.NDArray[np.int32], tier: int) -> npt.NDArray[np.bool_]:
+        """The same for `nodes`."""
+        safe: npt.NDArray[np.bool_] = nodes == ROOT
         for colder in self._index.tiers[tier + 1 :]:
-            safe |= self._index.are_ready(at, colder)
+            safe |= self._index.are_ready(nodes, colder)
         return safe
 
     def forget(self, node: int) -> None:
@@ -229,8 +229,8 @@ class Backlog:
     def forget_all(self, nodes: Sequence[int]) -> None:
         """`forget` for clean `nodes`."""
         if self._last:
-            at = as_i32(nodes)
-            u8_view(self._uses)[at] = u8_view(self._needs_use)[at] = 0
+            ids = as_i32(nodes)
+            u8_view(self._uses)[ids] = u8_view(self._needs_use)[ids] = 0
 
     def choose(self, tier: int, wanted: int) -> list[int]:
         """At most `wanted` chunks to copy down from `tier` in one job: the oldest heads, each with its descendants."""

@@ -82,19 +82,19 @@ def as_i32(numbers: Sequence[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.int
     return np.frombuffer(array("i", numbers), _INT32) if len(numbers) else np.empty(0, np.int32)
 
 
-def has_duplicates(at: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> bool:
-    """Whether `at` has duplicates."""
-    if len(at) < FEW:
-        return len(set(at.tolist())) < len(at)
-    ordered = np.sort(at)
+def has_duplicates(numbers: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> bool:
+    """Whether `numbers` has duplicates."""
+    if len(numbers) < FEW:
+        return len(set(numbers.tolist())) < len(numbers)
+    ordered = np.sort(numbers)
     return bool(np.count_nonzero(ordered[1:] == ordered[:-1]))
 
 
-def unique(at: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """`at` without duplicates; the first of equal numbers stays."""
-    if len(at) < 2 or not has_duplicates(at):
-        return at
-    return at[np.sort(np.unique(at, return_index=True)[1])]
+def unique(numbers: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """`numbers` without duplicates; the first of equal numbers stays."""
+    if len(numbers) < 2 or not has_duplicates(numbers):
+        return numbers
+    return numbers[np.sort(np.unique(numbers, return_index=True)[1])]
 
 
 def count_leading(true: npt.NDArray[np.bool_]) -> int:
@@ -188,11 +188,11 @@ class LinkedLists:
         """Put `elements`, which are distinct and in no list, at the hot end of list `which`, the last the hottest."""
         if not len(elements):
             return
-        at, after, before = np.asarray(elements, np.int32), i32_view(self.after), i32_view(self.before)
+        numbers, after, before = np.asarray(elements, np.int32), i32_view(self.after), i32_view(self.before)
         last = before[which]
-        after[at[:-1]], before[at[1:]] = at[1:], at[:-1]
-        after[last], before[at[0]] = at[0], last
-        after[at[-1]], before[which] = which, at[-1]
+        after[numbers[:-1]], before[numbers[1:]] = numbers[1:], numbers[:-1]
+        after[last], before[numbers[0]] = numbers[0], last
+        after[numbers[-1]], before[which] = which, numbers[-1]
 
     def first_few(self, which: int, count: int) -> list[int]:
         """The first elements of list `which`, at most `count`."""
@@ -221,11 +221,11 @@ class LinkedLists:
         """Put `elements`, which are distinct and in no list, at the cold end of list `which`, the last the coldest."""
         if not len(elements):
             return
-        at, after, before = np.asarray(elements, np.int32), i32_view(self.after), i32_view(self.before)
+        numbers, after, before = np.asarray(elements, np.int32), i32_view(self.after), i32_view(self.before)
         first = after[which]
-        before[at[:-1]], after[at[1:]] = at[1:], at[:-1]
-        before[first], after[at[0]] = at[0], first
-        before[at[-1]], after[which] = which, at[-1]
+        before[numbers[:-1]], after[numbers[1:]] = numbers[1:], numbers[:-1]
+        before[first], after[numbers[0]] = numbers[0], first
+        before[numbers[-1]], after[which] = which, numbers[-1]
 
     def move_to_end(self, first: int, last: int, which: int) -> None:
         """Move the adjacent elements from `first` to `last` of any list to the hot end of list `which`."""
@@ -243,13 +243,13 @@ class LinkedLists:
         after[behind] = ahead
         before[ahead] = behind
 
-    def remove_all(self, at: npt.NDArray[np.int32]) -> None:
-        """Remove the distinct elements `at` from their lists; adjacent elements in one step."""
-        if not len(at):
+    def remove_all(self, elements: npt.NDArray[np.int32]) -> None:
+        """Remove the distinct `elements` from their lists; adjacent elements in one step."""
+        if not len(elements):
             return
-        after, before, numbers = self.after, self.before, at.tolist()
+        after, before, numbers = self.after, self.before, elements.tolist()
         first = 0
-        for last in [*np.flatnonzero(i32_view(after)[at[:-1]] != at[1:]).tolist(), len(numbers) - 1]:
+        for last in [*np.flatnonzero(i32_view(after)[elements[:-1]] != elements[1:]).tolist(), len(numbers) - 1]:
             behind, ahead = before[numbers[first]], after[numbers[last]]
             after[behind], before[ahead] = ahead, behind
             first = last + 1
@@ -326,9 +326,9 @@ class KeyTable:
             return self._rows.item(which) if self._before[which] else None
         return self._rows.take(np.asarray(which, np.intp))
 
-    def has(self, at: I32) -> npt.NDArray[np.bool_]:
-        """Whether each of the nodes `at` has a key."""
-        found: npt.NDArray[np.bool_] = i32_view(self._before)[at] != 0
+    def has(self, nodes: I32) -> npt.NDArray[np.bool_]:
+        """Whether each of `nodes` has a key."""
+        found: npt.NDArray[np.bool_] = i32_view(self._before)[nodes] != 0
         return found
 
     def nodes(self, begin: int = 0, end: int | None = None) -> I32:
@@ -366,17 +366,17 @@ class KeyTable:
         if wanted.dtype != self._rows.dtype:
             found, left = np.zeros(len(keys), np.int32), left[:0]
         while len(left) >= _FEW_KEYS:
-            at = found.take(left)
-            left = left[self._rows.take(at) != wanted.take(left)]
-            at = found[left] = i32_view(self._following).take(found.take(left))
-            left = left[at > 0]
+            nodes = found.take(left)
+            left = left[self._rows.take(nodes) != wanted.take(left)]
+            nodes = found[left] = i32_view(self._following).take(found.take(left))
+            left = left[nodes > 0]
         for position in left.tolist():
             found[position] = self.get(keys[position])
         self._missing = None if np.count_nonzero(found) else (list(keys), wanted, buckets)
         return found
 
-    def insert(self, at: I32, keys: Sequence[Key] | npt.NDArray[Any]) -> None:
-        """Give each of the nodes `at`, which have none, its key. They are distinct, and in no table."""
+    def insert(self, nodes: I32, keys: Sequence[Key] | npt.NDArray[Any]) -> None:
+        """Give each of `nodes`, which have none, its key. They are distinct, and in no table."""
         listed = keys.tolist() if isinstance(keys, np.ndarray) else keys
         missing, self._missing = self._missing, None
         new = keys if isinstance(keys, np.ndarray) else None
@@ -388,12 +388,12 @@ class KeyTable:
         if not self._count and length:
             if length != self._rows.itemsize or self._rows.dtype == object:
                 self._rows = np.empty(len(self._rows), f"V{length}")
-        elif self._rows.dtype != object and len(at) and length != self._rows.itemsize:
+        elif self._rows.dtype != object and len(nodes) and length != self._rows.itemsize:
             self._rows = self._rows.astype(object)
         same = new is not None and new.dtype == self._rows.dtype
-        self._rows[at] = new if same else self._column(listed, self._rows.itemsize)
-        self._count += len(at)
-        self._link(at, buckets)
+        self._rows[nodes] = new if same else self._column(listed, self._rows.itemsize)
+        self._count += len(nodes)
+        self._link(nodes, buckets)
 
     def _column(self, keys: Sequence[Key], length: int) -> npt.NDArray[Any]:
         """`keys` as an array of what the table has, for digests of this `length`."""
@@ -413,19 +413,19 @@ class KeyTable:
         except TypeError:
             raise not_a_key(next(key for key in keys if not isinstance(key, bytes))) from None
 
-    def _link(self, at: I32, buckets: npt.NDArray[np.int64]) -> None:
-        if len(at) >= _FEW_KEYS:
+    def _link(self, nodes: I32, buckets: npt.NDArray[np.int64]) -> None:
+        if len(nodes) >= _FEW_KEYS:
             # One of each bucket together, the others one by one.
             after = i32_view(self._first).take(buckets)
-            i32_view(self._first)[buckets] = at
-            last = i32_view(self._first).take(buckets) == at
-            i32_view(self._following)[at], i32_view(self._before)[at] = after, ~buckets
+            i32_view(self._first)[buckets] = nodes
+            last = i32_view(self._first).take(buckets) == nodes
+            i32_view(self._following)[nodes], i32_view(self._before)[nodes] = after, ~buckets
             linked = (last & (after > 0)).nonzero()[0]
-            i32_view(self._before)[after.take(linked)] = at.take(linked)
+            i32_view(self._before)[after.take(linked)] = nodes.take(linked)
             other = (~last).nonzero()[0]
-            at, buckets = at.take(other), buckets.take(other)
+            nodes, buckets = nodes.take(other), buckets.take(other)
         first, following, before = self._first, self._following, self._before
-        for node, bucket in zip(at.tolist(), buckets.tolist(), strict=True):
+        for node, bucket in zip(nodes.tolist(), buckets.tolist(), strict=True):
             after = following[node] = first[bucket]
             before[node] = ~bucket
             first[bucket] = node
@@ -455,24 +455,24 @@ class KeyTable:
         self._following.extend(zeros(more))
         self._before.extend(zeros(more))
         if size > len(self._first):
-            at = self.nodes()
+            nodes = self.nodes()
             self._begin(size)
-            self._link(at, self._buckets(self._rows.take(at).tolist()))
+            self._link(nodes, self._buckets(self._rows.take(nodes).tolist()))
 
     def check_integrity(self) -> None:
         """Raise `CacheError` unless each node with a key is found in its bucket, and only there."""
-        at = self.nodes()
-        following, before = i32_view(self._following)[at], i32_view(self._before)[at]
+        nodes = self.nodes()
+        following, before = i32_view(self._following)[nodes], i32_view(self._before)[nodes]
         is_first = before < 0
         above = np.where(
             is_first, i32_view(self._first)[~before * is_first], i32_view(self._following)[before * ~is_first]
         )
         linked = following > 0
         behind = i32_view(self._before)[following[linked]]
-        if len(at) != self._count or (above != at).any() or (behind != at[linked]).any():
-            raise CacheError(f"the table of keys has {len(at)} nodes, counts {self._count}, or has damaged links")
-        if (found := self.find_all(self._rows.take(at).tolist())).tolist() != at.tolist():
-            node = at[found != at][0]
+        if len(nodes) != self._count or (above != nodes).any() or (behind != nodes[linked]).any():
+            raise CacheError(f"the table of keys has {len(nodes)} nodes, counts {self._count}, or has damaged links")
+        if (found := self.find_all(self._rows.take(nodes).tolist())).tolist() != nodes.tolist():
+            node = nodes[found != nodes][0]
             raise CacheError(f"chunk {self[int(node)].hex()[:12]} is not found by its key")
 
 
@@ -511,8 +511,8 @@ def check_new(states: bytearray | Column, nodes: Sequence[int], out: int = 0) ->
         there = map(states.__getitem__, nodes)
         good = len(set(nodes)) == len(nodes) and min(nodes) >= LISTS and (list(there).count(out) == len(nodes))
     else:
-        at = as_i32(nodes)
-        good = at.min() >= LISTS and (np.asarray(memoryview(states))[at] == out).all() and not has_duplicates(at)
+        ids = as_i32(nodes)
+        good = ids.min() >= LISTS and (np.asarray(memoryview(states))[ids] == out).all() and not has_duplicates(ids)
     if not good:
         raise in_policy_already(
             next(node for i, node in enumerate(nodes) if node < LISTS or states[node] != out or node in nodes[:i])

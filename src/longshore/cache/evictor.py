@@ -258,16 +258,16 @@ class Evictor:
         state.counters.drops[state.tier_names[state.coldest]][DropReason.ADMISSION] += len(rejected)
         return position + 1, len(rejected), freed
 
-    def _may_be_rejected(self, at: npt.NDArray[np.int32]) -> Mask:
-        """Which of the nodes `at` are dirty, and neither a transfer, a lease nor a lookup of this step needs them."""
+    def _may_be_rejected(self, nodes: npt.NDArray[np.int32]) -> Mask:
+        """Which of `nodes` are dirty, and neither a transfer, a lease nor a lookup of this step needs them."""
         state = self._state
-        may: Mask = u8_view(state.protected)[at] == 0
-        tiers = state.backlog.dirty_in(at)
+        may: Mask = u8_view(state.protected)[nodes] == 0
+        tiers = state.backlog.dirty_in(nodes)
         may &= tiers >= 0
         for tier in range(state.coldest):
             if np.count_nonzero(here := tiers == tier):
-                may[here] &= self._idle(at[here], tier)
-        return self._unreferenced(may, at)
+                may[here] &= self._idle(nodes[here], tier)
+        return self._unreferenced(may, nodes)
 
     def _remember(self, nodes: Sequence[int], tier: int, size_class: int) -> None:
         """Record chunks of one priority that were passed over."""
@@ -364,8 +364,8 @@ class Evictor:
         Returns how many were evicted, how many were held, the others if they still are the next victims, and how many
         leading ones must be examined one by one.
         """
-        state, policy, at = self._state, self._state.policy_of(tier, size_class), as_i32(nodes)
-        (safe, sole), clean = self._classify(at, tier), state.backlog.are_clean(at)
+        state, policy, ids = self._state, self._state.policy_of(tier, size_class), as_i32(nodes)
+        (safe, sole), clean = self._classify(ids, tier), state.backlog.are_clean(ids)
         if run := count_leading(~sole | ~clean if spare_dirty else ~sole):
             if state.coldest_ranks_all and tier == state.coldest:
                 run, rejected, freed = self._reject(nodes[:run], most) if spare_dirty else (run, 0, [])
@@ -380,26 +380,26 @@ class Evictor:
                 passed_over = sole[:run]
                 if state.priorities.used:
                     passed_over |= [self._is_being_copied_down(node, tier) for node in nodes[:run]] & ~safe[:run]
-                self._remember(at[:run][passed_over].tolist(), tier, size_class)
+                self._remember(ids[:run][passed_over].tolist(), tier, size_class)
             if len(going):
-                self._drop_copies(at[going], tier)
+                self._drop_copies(ids[going], tier)
             return len(going), run - len(going), nodes[run:], 0
         if not (alone := count_leading(sole & clean)):
             return 0, 0, [], count_leading(~safe)
-        leaves, kept = self._leaves(nodes[:alone], at[:alone], tier, policy, most)
+        leaves, kept = self._leaves(nodes[:alone], ids[:alone], tier, policy, most)
         if not leaves:
             policy.hold_victims(nodes[:kept])
             return 0, kept, nodes[kept:], 0
         self._drop_leaves(leaves, tier)
         return len(leaves), 0, [], 0
 
-    def _classify(self, at: npt.NDArray[np.int32], tier: int) -> tuple[Mask, Mask]:
-        """Which of the nodes `at` are safe, and which have their only copy in `tier`; bool, of the same shape."""
+    def _classify(self, nodes: npt.NDArray[np.int32], tier: int) -> tuple[Mask, Mask]:
+        """Which of `nodes` are safe, and which have their only copy in `tier`; bool, of the same shape."""
         state, index = self._state, self._state.index
-        ready, colder, others = (np.zeros(len(at), bool) for _ in range(3))
+        ready, colder, others = (np.zeros(len(nodes), bool) for _ in range(3))
         for other in index.tiers:
             if other != tier:
-                slots = i32_view(index.slot[other])[at]
+                slots = i32_view(index.slot[other])[nodes]
                 there = slots >= 0
                 others |= there
                 ready[there] |= u8_view(state.pools[other].state)[slots[there]] == READY
@@ -407,20 +407,20 @@ class Evictor:
                     colder |= there
         if not np.count_nonzero(colder):
             return colder, ~others
-        return self._idle(at, tier) & colder & ready, ~others
+        return self._idle(nodes, tier) & colder & ready, ~others
 
-    def _idle(self, at: npt.NDArray[np.int32], tier: int) -> Mask:
+    def _idle(self, nodes: npt.NDArray[np.int32], tier: int) -> Mask:
         """Which copies are not being read, nor kept in the host tier by a prefetch or a lookup of this step."""
         state = self._state
-        idle: Mask = i32_view(state.pools[tier].readers)[i32_view(state.index.slot[tier])[at]] == 0
+        idle: Mask = i32_view(state.pools[tier].readers)[i32_view(state.index.slot[tier])[nodes]] == 0
         if not tier:
-            idle &= u8_view(state.protected)[at] == 0
+            idle &= u8_view(state.protected)[nodes] == 0
             if state.retained_in_host:
-                idle &= [node not in state.retained_in_host for node in at.tolist()]
+                idle &= [node not in state.retained_in_host for node in nodes.tolist()]
         return idle
 
     def _leaves(
-        self, nodes: Sequence[int], at: npt.NDArray[np.int32], tier: int, policy: EvictionPolicy, most: int
+        self, nodes: Sequence[int], ids: npt.NDArray[np.int32], tier: int, policy: EvictionPolicy, most: int
     ) -> tuple[list[int], int]:
         """The leading sole copies to evict, with the nodes that become evictable by that; or how many leading ones
         cannot be.
@@ -428,10 +428,10 @@ class Evictor:
         A node can be evicted if it has no child, or only the victim before it.
         """
         index = self._state.index
-        parents, below = i32_view(index.parent)[at], i32_view(index.num_children[0])[at]
-        behind = np.zeros(len(at), bool)
-        np.equal(parents[:-1], at[1:], out=behind[1:])
-        idle = self._evictable_sole(at, tier)
+        parents, below = i32_view(index.parent)[ids], i32_view(index.num_children[0])[ids]
+        behind = np.zeros(len(ids), bool)
+        np.equal(parents[:-1], ids[1:], out=behind[1:])
+        idle = self._evictable_sole(ids, tier)
         free = count_leading(idle & (below <= behind))
         if not free:
             return [], count_leading(~idle | (below > 0))
@@ -465,24 +465,24 @@ class Evictor:
                 return going[:most]
         return [*going, *nodes[begin:]][:most]
 
-    def _drop_copies(self, at: npt.NDArray[np.int32], tier: int) -> None:
+    def _drop_copies(self, ids: npt.NDArray[np.int32], tier: int) -> None:
         """Evict safe copies, of which a colder tier keeps another."""
-        state, index, nodes = self._state, self._state.index, at.tolist()
-        slots = i32_view(index.slot[tier])[at]
+        state, index, nodes = self._state, self._state.index, ids.tolist()
+        slots = i32_view(index.slot[tier])[ids]
         self._log(nodes, tier)
         state.observe_ages(tier, slots)
         state.counters.demotions[state.tier_names[tier]] += len(nodes)
         state.counters.evictions[state.tier_names[tier]] += len(nodes)
-        state.policies[tier].remove_victims(nodes, index.key[at].tolist())
-        index.drop_copies(at, tier)
+        state.policies[tier].remove_victims(nodes, index.key[ids].tolist())
+        index.drop_copies(ids, tier)
         state.pools[tier].free_all(slots)
-        state.recheck_evictable(at, apart_from=tier)
+        state.recheck_evictable(ids, apart_from=tier)
 
     def _drop_leaves(self, nodes: Sequence[int], tier: int) -> None:
         """Evict sole copies, which are clean."""
         state, index, policy = self._state, self._state.index, self._state.policies[tier]
-        at = np.array(nodes, np.int32)
-        keys, slots = index.key[at].tolist(), i32_view(index.slot[tier])[at]
+        ids = np.array(nodes, np.int32)
+        keys, slots = index.key[ids].tolist(), i32_view(index.slot[tier])[ids]
         self._log(nodes, tier)
         state.observe_ages(tier, slots)
         state.counters.evictions[state.tier_names[tier]] += len(nodes)
@@ -490,7 +490,7 @@ class Evictor:
         if state.coldest_ranks_all and tier < state.coldest:
             state.policies[state.coldest].hold_all(nodes)
             state.policies[state.coldest].remove_victims(nodes, keys)
-        parents = index.drop_leaves(at, tier)
+        parents = index.drop_leaves(ids, tier)
         state.pools[tier].free_all(slots)
         state.backlog.forget_all(nodes)
         state.forget(nodes)
@@ -522,24 +522,24 @@ class Evictor:
         left[above] = left.get(above, reach[above]) - 1
         return chain
 
-    def _evictable_sole(self, at: npt.NDArray[np.int32], tier: int) -> Mask:
-        """Which ready copies of the nodes `at` in `tier` have no other copy, reader, lease or lookup of this step, and
+    def _evictable_sole(self, nodes: npt.NDArray[np.int32], tier: int) -> Mask:
+        """Which ready copies of `nodes` in `tier` have no other copy, reader, lease or lookup of this step, and
         are not to be copied down."""
         state, index = self._state, self._state.index
-        free = self._idle(at, tier)
+        free = self._idle(nodes, tier)
         if tier:
-            free &= u8_view(state.protected)[at] == 0
+            free &= u8_view(state.protected)[nodes] == 0
         if tier < state.coldest:
-            free &= state.backlog.are_clean(at)
+            free &= state.backlog.are_clean(nodes)
         for other in index.tiers:
             if other != tier:
-                free &= i32_view(index.slot[other])[at] < 0
-        return self._unreferenced(free, at)
+                free &= i32_view(index.slot[other])[nodes] < 0
+        return self._unreferenced(free, nodes)
 
-    def _unreferenced(self, free: Mask, at: npt.NDArray[np.int32]) -> Mask:
-        """`free` for those of the nodes `at` that no lease references."""
+    def _unreferenced(self, free: Mask, nodes: npt.NDArray[np.int32]) -> Mask:
+        """`free` for those of `nodes` that no lease references."""
         if refs := self._state.refs:
-            free &= [node not in refs for node in at.tolist()]
+            free &= [node not in refs for node in nodes.tolist()]
         return free
 
     def _log(self, nodes: Sequence[int], tier: int) -> None:

@@ -153,9 +153,9 @@ class Index(Nodes):
         self.check_independent(as_i32(nodes))
         return nodes
 
-    def check_independent(self, at: npt.NDArray[np.int32]) -> None:
-        """Raise `CacheError` if one of the nodes `at` is the child of another."""
-        behind = at[i32_view(self.parent)[at] != ROOT].tolist()
+    def check_independent(self, nodes: npt.NDArray[np.int32]) -> None:
+        """Raise `CacheError` if one of `nodes` is the child of another."""
+        behind = nodes[i32_view(self.parent)[nodes] != ROOT].tolist()
         if behind:
             name = self.key[behind[0]].hex()[:12]
             raise CacheError(f"expected independent chunks, got {name}, which is the child of another chunk")
@@ -177,12 +177,12 @@ class Index(Nodes):
 
     # ------------------------------------------------------------------ changes
 
-    def are_loadable(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-        """Whether each of the nodes `at` is loadable, also from an orphan; false for `ROOT`. Shape of `at`.
+    def are_loadable(self, nodes: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """Whether each of `nodes` is loadable, also from an orphan; false for `ROOT`. Shape of `nodes`.
 
         No view of the column is kept by a caller: the column could not grow while a traceback has it.
         """
-        found: npt.NDArray[np.bool_] = (at != ROOT) & (u8_view(self.loadable)[at] != 0)
+        found: npt.NDArray[np.bool_] = (nodes != ROOT) & (u8_view(self.loadable)[nodes] != 0)
         return found
 
     def accepts(self, parent: int, tier: int) -> bool:
@@ -196,24 +196,24 @@ class Index(Nodes):
         """
         if not keys:
             return []
-        at, depth = self._numbers(len(keys)), self.depth[parent] + 1
-        self._tree.append(parent, at)
-        i32_view(self.depth)[at] = np.arange(depth, depth + len(at))
+        nodes, depth = self._numbers(len(keys)), self.depth[parent] + 1
+        self._tree.append(parent, nodes)
+        i32_view(self.depth)[nodes] = np.arange(depth, depth + len(nodes))
         for each in range(tier + 1):
             self.num_children[each][parent] += 1
-            i32_view(self.num_children[each])[at[:-1]] = 1
-        return self._enter(keys, at, tier, slots)
+            i32_view(self.num_children[each])[nodes[:-1]] = 1
+        return self._enter(keys, nodes, tier, slots)
 
     def link_independent(self, keys: Sequence[Key], tier: int, slots: Sequence[int]) -> list[int]:
         """New independent nodes, for `keys` that `find_independent` did not find."""
         if not keys:
             return []
-        at = self._numbers(len(keys))
-        self._tree.link_trees(np.zeros_like(at), at)
-        i32_view(self.depth)[at] = 0
+        nodes = self._numbers(len(keys))
+        self._tree.link_trees(np.zeros_like(nodes), nodes)
+        i32_view(self.depth)[nodes] = 0
         for each in range(tier + 1):
             self.num_children[each][ROOT] += len(keys)
-        return self._enter(keys, at, tier, slots)
+        return self._enter(keys, nodes, tier, slots)
 
     def link_trees(
         self,
@@ -228,38 +228,38 @@ class Index(Nodes):
         Each follows the key at position `before`, int64, shape `(len(keys),)`; or, where that is -1, the node `above`,
         int32 and of the same shape, which accepts it. The caller has checked that all keys are new and distinct.
         """
-        at = self._numbers(len(keys))
-        if not len(at):
-            return at
-        self._enter(keys, at, tier, slots)
-        parents = np.where(before >= 0, at[before], above)
-        self._tree.link_trees(parents, at)
+        nodes = self._numbers(len(keys))
+        if not len(nodes):
+            return nodes
+        self._enter(keys, nodes, tier, slots)
+        parents = np.where(before >= 0, nodes[before], above)
+        self._tree.link_trees(parents, nodes)
         for reach in self.num_children[: tier + 1]:
             np.add.at(i32_view(reach), parents, 1)
         # Steps up to the first of its path, and that one's position, by pointer doubling.
-        up, steps = np.where(before >= 0, before, np.arange(len(at))), (before >= 0).astype(np.int32)
+        up, steps = np.where(before >= 0, before, np.arange(len(nodes))), (before >= 0).astype(np.int32)
         while steps.any() and not np.array_equal(above_up := up[up], up):
             steps += steps[up]
             up = above_up
         tops = parents[up]
-        i32_view(self.depth)[at] = i32_view(self.depth)[tops] + 1 + steps
-        u8_view(self.loadable)[at] = u8_view(self.loadable)[tops]
-        return at
+        i32_view(self.depth)[nodes] = i32_view(self.depth)[tops] + 1 + steps
+        u8_view(self.loadable)[nodes] = u8_view(self.loadable)[tops]
+        return nodes
 
     def add_copies(self, nodes: Sequence[int], tier: int, slots: Sequence[int]) -> None:
         """Add copies of distinct `nodes`, parents first, in `slots` of `tier`.
 
         Raises `IntegrityError`, with nothing changed, if one has a copy there, or its parent has none there or colder.
         """
-        at, columns = np.array(nodes, np.int32), [i32_view(slot) for slot in self.slot]
-        second = columns[tier][at] >= 0
-        parents = i32_view(self.parent)[at]
+        ids, columns = np.array(nodes, np.int32), [i32_view(slot) for slot in self.slot]
+        second = columns[tier][ids] >= 0
+        parents = i32_view(self.parent)[ids]
         orphans = parents > ORPHANS
-        orphans[1:] &= parents[1:] != at[:-1]
+        orphans[1:] &= parents[1:] != ids[:-1]
         for colder in columns[tier:]:
             orphans &= colder[parents] < 0
         if np.count_nonzero(orphans):
-            orphans[orphans] = ~np.isin(parents[orphans], at)
+            orphans[orphans] = ~np.isin(parents[orphans], ids)
         invalid = second | orphans
         if np.count_nonzero(invalid):
             name = self.key[nodes[int(invalid.argmax())]].hex()[:12]
@@ -267,47 +267,47 @@ class Index(Nodes):
                 f"{self.pools[tier].where}chunk {name} has a copy in tier {tier} already, or no parent there or in a "
                 "colder one"
             )
-        reaching = np.zeros(len(at), bool)
+        reaching = np.zeros(len(ids), bool)
         for each in reversed(self.tiers):
-            reaching |= columns[each][at] >= 0
+            reaching |= columns[each][ids] >= 0
             if each <= tier:
                 np.add.at(i32_view(self.num_children[each]), parents[~reaching], 1)
-        columns[tier][at] = slots
-        i32_view(self.pools[tier].node)[slots] = at
+        columns[tier][ids] = slots
+        i32_view(self.pools[tier].node)[slots] = ids
 
     def all_children(self, nodes: Sequence[int]) -> npt.NDArray[np.int32]:
         """The children of all `nodes`, in order of parent, the youngest first."""
         return self._tree.all_children(np.array(nodes, np.int32))
 
-    def drop_copies(self, at: npt.NDArray[np.int32], tier: int) -> None:
+    def drop_copies(self, nodes: npt.NDArray[np.int32], tier: int) -> None:
         """`drop_copy` for nodes that a colder tier has; keeps the nodes of their slots."""
-        i32_view(self.slot[tier])[at] = NONE
+        i32_view(self.slot[tier])[nodes] = NONE
 
-    def drop_leaves(self, at: npt.NDArray[np.int32], tier: int = 0) -> list[int]:
-        """`drop_copy` for the nodes `at`, of which only `tier` has a copy.
+    def drop_leaves(self, nodes: npt.NDArray[np.int32], tier: int = 0) -> list[int]:
+        """`drop_copy` for `nodes`, of which only `tier` has a copy.
 
-        Keeps the nodes of their slots. The only child that a node of `at` may have is the node before it. Returns the
+        Keeps the nodes of their slots. The only child that one of `nodes` may have is the one before it. Returns the
         parents that have lost a child, each once.
         """
-        self.key.remove(at.tolist())
-        above = i32_view(self.parent)[at]
-        tops = np.ones(len(at), bool)
-        np.not_equal(above[:-1], at[1:], out=tops[:-1])
+        self.key.remove(nodes.tolist())
+        above = i32_view(self.parent)[nodes]
+        tops = np.ones(len(nodes), bool)
+        np.not_equal(above[:-1], nodes[1:], out=tops[:-1])
         if self.orphans:
-            for node in at[above == ORPHANS].tolist():
+            for node in nodes[above == ORPHANS].tolist():
                 self._remove_orphan(node)
         parents: dict[int, None] = {}
-        for eldest, youngest, parent, count in self._tree.siblings(at[tops], above[tops]):
+        for eldest, youngest, parent, count in self._tree.siblings(nodes[tops], above[tops]):
             for reach in self.num_children[: tier + 1]:
                 reach[parent] -= count
             self._tree.unlink_siblings(eldest, youngest, parent)
             parents[parent] = None
-        i32_view(self.slot[tier])[at] = NONE
+        i32_view(self.slot[tier])[nodes] = NONE
         for reach in self.num_children[: tier + 1]:
-            i32_view(reach)[at] = 0
-        u8_view(self.loadable)[at] = 0
-        self._free.give(array("i", at.tobytes()))
-        self.removed += len(at)
+            i32_view(reach)[nodes] = 0
+        u8_view(self.loadable)[nodes] = 0
+        self._free.give(array("i", nodes.tobytes()))
+        self.removed += len(nodes)
         return list(parents)
 
     def drop_copy(self, node: int, tier: int) -> bool:
@@ -332,13 +332,13 @@ class Index(Nodes):
         if not nodes:
             return nodes
         loadable, parent, child, older = self.loadable, self.parent, self._tree.child, self._tree.older
-        at = as_i32(nodes)
+        ids = as_i32(nodes)
         mark = loadable[parent[nodes[0]]]
-        if mark and self._tree.is_line(at):
-            u8_view(loadable)[at] = mark
+        if mark and self._tree.is_line(ids):
+            u8_view(loadable)[ids] = mark
             return nodes
-        if mark and self._are_last(at):
-            u8_view(loadable)[at] = u8_view(loadable)[i32_view(parent)[at]]
+        if mark and self._are_last(ids):
+            u8_view(loadable)[ids] = u8_view(loadable)[i32_view(parent)[ids]]
             return nodes
         queue = list(nodes)
         for i, node in enumerate(queue, 1):  # grows by ready descendants
@@ -387,10 +387,10 @@ class Index(Nodes):
             moved += self.children(node)
         return moved if mark == ROOTED else []
 
-    def _are_last(self, at: npt.NDArray[np.int32]) -> bool:
-        """Whether the nodes `at` have no children, and all their parents are loadable."""
-        above = i32_view(self.parent)[at]
-        return bool(u8_view(self.loadable)[above].all() and not i32_view(self._tree.child)[at].any())
+    def _are_last(self, nodes: npt.NDArray[np.int32]) -> bool:
+        """Whether `nodes` have no children, and all their parents are loadable."""
+        above = i32_view(self.parent)[nodes]
+        return bool(u8_view(self.loadable)[above].all() and not i32_view(self._tree.child)[nodes].any())
 
     def orphaned_by(self, node: int, left: int) -> list[tuple[int, int]]:
         """Copies (node, tier) of descendants that can no longer be loaded when `left` is the coldest tier of `node`.
@@ -410,31 +410,31 @@ class Index(Nodes):
 
     def check_integrity(self) -> None:
         """Raise `CacheError` unless parent and child links, numbers of children and closure hold everywhere."""
-        at = self.all_nodes()
+        live = self.all_nodes()
         self.key.check_integrity()
-        self._tree.check_integrity(at)
-        parent, coldest, is_ready = i32_view(self.parent)[at], np.full(self.size, NONE), np.zeros(self.size, bool)
+        self._tree.check_integrity(live)
+        parent, coldest, is_ready = i32_view(self.parent)[live], np.full(self.size, NONE), np.zeros(self.size, bool)
         for tier in self.tiers:
             slots = i32_view(self.slot[tier])
             coldest[slots >= 0] = tier
-            is_ready[at] |= self.are_ready(at, tier)
-            has = at[slots[at] >= 0]
+            is_ready[live] |= self.are_ready(live, tier)
+            has = live[slots[live] >= 0]
             self._check_none(
                 has[i32_view(self.pools[tier].node)[slots[has]] != has], f"has another's slot in tier {tier}"
             )
-        self._check_none(at[coldest[at] < 0], "has no copy")
+        self._check_none(live[coldest[live] < 0], "has no copy")
         has_parent = parent > ORPHANS
-        self._check_none(at[has_parent & ~self.key.has(parent)], "has outlived its parent")
-        is_apart = (has_parent & (coldest[parent] < coldest[at])) | (
-            i32_view(self.depth)[at] != i32_view(self.depth)[parent] + 1
+        self._check_none(live[has_parent & ~self.key.has(parent)], "has outlived its parent")
+        is_apart = (has_parent & (coldest[parent] < coldest[live])) | (
+            i32_view(self.depth)[live] != i32_view(self.depth)[parent] + 1
         )
-        self._check_none(at[is_apart], "is in a colder tier than its parent, or has a wrong depth")
+        self._check_none(live[is_apart], "is in a colder tier than its parent, or has a wrong depth")
         loadable = u8_view(self.loadable)
-        is_wrong = loadable[at] != np.where(is_ready[at], loadable[parent], 0)
-        self._check_none(at[is_wrong], "is wrongly marked as loadable or not")
+        is_wrong = loadable[live] != np.where(is_ready[live], loadable[parent], 0)
+        self._check_none(live[is_wrong], "is wrongly marked as loadable or not")
         for tier in self.tiers:
-            counted = np.bincount(parent[coldest[at] >= tier], minlength=self.size)
-            nodes = np.concatenate([at, as_i32((ROOT, ORPHANS))])
+            counted = np.bincount(parent[coldest[live] >= tier], minlength=self.size)
+            nodes = np.concatenate([live, as_i32((ROOT, ORPHANS))])
             for node in nodes[counted[nodes] != i32_view(self.num_children[tier])[nodes]].tolist():
                 count = self.num_children[tier][node]
                 where = self.pools[tier].where
@@ -471,7 +471,7 @@ class Residency:
 
     keys: Sequence[Key]
     presences: Sequence[Presence]
-    at: I32 = field(compare=False, repr=False)
+    nodes: I32 = field(compare=False, repr=False)
     index: Index = field(compare=False, repr=False)
     pool: SlotPool = field(compare=False, repr=False)
     removed: int = field(compare=False, repr=False)
@@ -482,12 +482,12 @@ class Residency:
     def part(self, begin: int, end: int) -> Residency:
         """The residency of the keys `[begin, end)`."""
         here = slice(begin, end)
-        return Residency(self.keys[here], self.presences[here], self.at[here], self.index, self.pool, self.removed)
+        return Residency(self.keys[here], self.presences[here], self.nodes[here], self.index, self.pool, self.removed)
 
     def pick(self, positions: Sequence[int]) -> Residency:
         """The residency of the keys at `positions`."""
-        keys, presences = [self.keys[at] for at in positions], [self.presences[at] for at in positions]
-        return Residency(keys, presences, self.at[list(positions)], self.index, self.pool, self.removed)
+        keys, presences = [self.keys[each] for each in positions], [self.presences[each] for each in positions]
+        return Residency(keys, presences, self.nodes[list(positions)], self.index, self.pool, self.removed)
 
     def slots(self) -> list[int] | None:
         """The slots of the chunks in the host tier; `None` unless index and pool agree that all of them are ready.
@@ -508,13 +508,13 @@ class Residency:
     @classmethod
     def take(cls, index: Index, pool: SlotPool, keys: Sequence[Key]) -> Residency:
         """Look up `keys`; `pool` is that of the host tier. Raises `CacheError` for a key that is not bytes."""
-        at = index.key.find_all(keys)
-        loadable = u8_view(index.loadable)[at] != 0
-        found = np.where(loadable, np.where(index.are_ready(at, 0), _HOST, _COLDER), _IN_FLIGHT)
-        found[at == ROOT] = _ABSENT
+        nodes = index.key.find_all(keys)
+        loadable = u8_view(index.loadable)[nodes] != 0
+        found = np.where(loadable, np.where(index.are_ready(nodes, 0), _HOST, _COLDER), _IN_FLIGHT)
+        found[nodes == ROOT] = _ABSENT
         if (found == _HOST).all():
-            return cls(keys, [Presence.HOST] * len(keys), at, index, pool, index.removed)
-        return cls(keys, [_PRESENCES[each] for each in found.tolist()], at, index, pool, index.removed)
+            return cls(keys, [Presence.HOST] * len(keys), nodes, index, pool, index.removed)
+        return cls(keys, [_PRESENCES[each] for each in found.tolist()], nodes, index, pool, index.removed)
 
 
 def nodes_of(index: Index, keys: Sequence[Key] | Residency) -> tuple[Sequence[Key], I32]:
@@ -522,5 +522,5 @@ def nodes_of(index: Index, keys: Sequence[Key] | Residency) -> tuple[Sequence[Ke
     if not isinstance(keys, Residency):
         return keys, index.key.find_all(keys)
     if keys.index is index and keys.removed == index.removed:
-        return keys.keys, keys.at
+        return keys.keys, keys.nodes
     return nodes_of(index, keys.keys)

@@ -132,32 +132,32 @@ class Loader:
     def lease_slots(
         self,
         keys: Sequence[Key],
-        at: npt.NDArray[np.int32],
+        nodes: npt.NDArray[np.int32],
         request_number: int | None,
         origins: Mapping[Key, str] | None,
         *,
         is_first: bool,
         count: bool = True,
     ) -> tuple[int, int, Addresses]:
-        """Begin a job that reads `keys`, distinct chunks at the nodes `at`, ready in the host tier: a use of each.
+        """Begin a job that reads `keys`, distinct chunks at `nodes`, ready in the host tier: a use of each.
 
         The engine carries it out itself. Returns the job, their number, and the slots, which are not written before the
         job has ended. When it ends, each chunk is a hit or a miss. `is_first`: they are of the first group. Unless
         `count`, it is neither a use, nor hits or misses.
         """
         state = self._state
-        taken = i32_view(state.index.slot[0])[at]
+        taken = i32_view(state.index.slot[0])[nodes]
         i32_view(state.pools[0].readers)[taken] += 1
         slots, name = taken.tolist(), state.tier_names[0]
         job = self._transfers.new_id()
         if count:
             if state.windows.used:
-                state.windows.mark_used(at.tolist())
+                state.windows.mark_used(nodes.tolist())
             state.set_request(request_number)
-            state.touch(at[::-1])
+            state.touch(nodes[::-1])
         record = self._transfers.schedule(job, keys, [None] * len(slots), TierSlots(0, slots), None, command=False)
         if count:
-            record.sources, record.of_first = origins_of(keys, [name] * len(keys), origins), is_first
+            record.sources, record.is_first_group = origins_of(keys, [name] * len(keys), origins), is_first
         return job, len(keys), Addresses(Slots(name, state.pools[0].size_class_of(slots[0]), tuple(slots)))
 
     def _add_readers(self, path: Sequence[int]) -> tuple[list[int], list[int], int]:
@@ -166,11 +166,11 @@ class Loader:
         Returns tiers and slots, and the number of leading chunks that are ready in the host tier.
         """
         index, pools = self._state.index, self._state.pools
-        at = i32_view(index.slot[0])[np.array(path, np.int32)]
-        absent = (at < 0).nonzero()[0].tolist()
-        i32_view(pools[0].readers)[at[at >= 0]] += 1
-        in_host = count_leading(u8_view(pools[0].state)[at[: absent[0] if absent else len(path)]] == READY)
-        slots, tiers = at.tolist(), [0] * len(path)
+        host_slots = i32_view(index.slot[0])[np.array(path, np.int32)]
+        absent = (host_slots < 0).nonzero()[0].tolist()
+        i32_view(pools[0].readers)[host_slots[host_slots >= 0]] += 1
+        in_host = count_leading(u8_view(pools[0].state)[host_slots[: absent[0] if absent else len(path)]] == READY)
+        slots, tiers = host_slots.tolist(), [0] * len(path)
         for i in absent:
             tier = tiers[i] = index.warmest_ready(path[i])
             slots[i] = index.slot[tier][path[i]]
@@ -263,12 +263,12 @@ class Prefetcher:
         timed = policy is PrefetchPolicy.TIMEOUT
         return policy, timeout_of(timeout, settings.prefetch_timeout if timed else settings.load_timeout)
 
-    def prefetch(self, record: LeaseRecord, policy: PrefetchPolicy, longest: float) -> Waiter:
+    def prefetch(self, record: LeaseRecord, policy: PrefetchPolicy, timeout: float) -> Waiter:
         """Prefetch the chunks of `record` that are not in the host tier; ends the wait of an earlier prefetch."""
         blocks_request = policy is not PrefetchPolicy.BEST_EFFORT
         former, wait = (
             record.prefetch,
-            Waiter(self._transfers.new_id(), self._transfers.now + longest, blocks_request=blocks_request),
+            Waiter(self._transfers.new_id(), self._transfers.now + timeout, blocks_request=blocks_request),
         )
         self._schedule(
             record, wait, waits_its_turn=blocks_request and any(before.lacks_room for _, before in self.queue.values())

@@ -74,7 +74,7 @@ class LeasedChunks:
             return index.loadable_nodes(self.keys)
         last = self.positions[-1]
         path = index.path(tail, last - self.positions[0] + 1)
-        return path[::-1] if len(path) == len(self.keys) else [path[last - at] for at in self.positions]
+        return path[::-1] if len(path) == len(self.keys) else [path[last - position] for position in self.positions]
 
 
 @dataclass(slots=True, eq=False)
@@ -158,10 +158,10 @@ class Leases:
             for ref in chunks.refs:
                 self._state.remove_ref(ref)
 
-    def protect(self, at: npt.NDArray[np.int32]) -> None:
-        """Protect the nodes `at` from eviction until `end_step`, those in the host tier in that tier."""
+    def protect(self, nodes: npt.NDArray[np.int32]) -> None:
+        """Protect `nodes` from eviction until `end_step`, those in the host tier in that tier."""
         seen = u8_view(self._state.protected)
-        fresh = unique(at[seen[at] == 0])
+        fresh = unique(nodes[seen[nodes] == 0])
         seen[fresh] = 1
         self._step.frombytes(fresh.tobytes())
 
@@ -177,9 +177,9 @@ class Leases:
     def end_step(self) -> None:
         """The step has ended: remove all protections."""
         if self._step:
-            at, self._step = i32_view(self._step), array("i")
-            u8_view(self._state.protected)[at] = 0
-            self._state.recheck_evictable(at)
+            nodes, self._step = i32_view(self._step), array("i")
+            u8_view(self._state.protected)[nodes] = 0
+            self._state.recheck_evictable(nodes)
         self._state.discard_invalid_copies()
 
     def check_integrity(self) -> None:
@@ -335,7 +335,7 @@ class Lookups:
         request_number = self._set_request(call, keys, end)
         remote, probes = 0, tuple[int, ...]()
         if self._remote.tiers:
-            remote, probes = self._remote.look(keys, known, probe=call.probes_remote)
+            remote, probes = self._remote.known_after(keys, known, probe=call.probes_remote)
         if call.counts:
             self._state.count_misses(keys, end, known, remote)
             if self._state.log.on:
@@ -369,8 +369,8 @@ class Lookups:
         found = {group: Residency.take(index, self._state.pools[0], path.keys) for group, path in paths.items()}
         if call.protect is Protection.LEASE:
             for group, here in found.items():
-                there = np.flatnonzero(index.are_loadable(here.at)).tolist()
-                self._check_chunks(group, here.at[there])
+                there = np.flatnonzero(index.are_loadable(here.nodes)).tolist()
+                self._check_chunks(group, here.nodes[there])
                 ready.append((group, here, there))
         self._advance(call.now)
         if call.protect is Protection.NONE:
@@ -383,18 +383,18 @@ class Lookups:
         request_number = call.request_number
         if request_number is None:
             asked = [key for here in found.values() for key in here.keys]
-            head = next((here.at for here in found.values()), np.zeros(0, np.int32))
+            head = next((here.nodes for here in found.values()), np.zeros(0, np.int32))
             request_number = self._state.begin_request(asked, count_leading(head != ROOT), call.reuse_hint)
         self._state.set_request(request_number)
         if call.protect is Protection.STEP:
             for here in found.values():
-                self._leases.protect(here.at[index.are_loadable(here.at)])
+                self._leases.protect(here.nodes[index.are_loadable(here.nodes)])
             return LookupResult(request_number=request_number, residency=found)
         leased = [
             LeasedChunks(
                 [here.keys[position] for position in there],
                 there,
-                [self._state.add_ref(node) for node in here.at[there].tolist()],
+                [self._state.add_ref(node) for node in here.nodes[there].tolist()],
                 group,
                 independent=True,
             )
@@ -406,8 +406,8 @@ class Lookups:
             lease, sum(len(each.keys) for each in leased), request_number=request_number, residency=found
         )
 
-    def fetch(self, group: int, path: GroupKeys, now: float, longest: float) -> tuple[int, ...]:
-        """Read chunks after the ready prefix of `path` from remote tiers that have them, for at most `longest`
+    def fetch(self, group: int, path: GroupKeys, now: float, timeout: float) -> tuple[int, ...]:
+        """Read chunks after the ready prefix of `path` from remote tiers that have them, for at most `timeout`
         seconds; returns its jobs, and those in flight.
         """
         keys, start = path.keys, path.start
@@ -417,28 +417,28 @@ class Lookups:
             nodes = index.find_independent(keys[start:])
             self._state.check_size_class(nodes, size_class)
             self._advance(now)
-            return self._remote.fetch_independent(keys[start:], nodes, size_class, self._transfers.now + longest)
+            return self._remote.fetch_independent(keys[start:], nodes, size_class, self._transfers.now + timeout)
         end = index.loadable_prefix(keys, start)
         nodes = index.follow(keys, end)
         self._state.check_size_class([*nodes[:1], index.get(keys[end - 1]) if end else 0], size_class)
         self._advance(now)
-        return self._remote.fetch(keys, end, nodes, size_class, self._transfers.now + longest)
+        return self._remote.fetch(keys, end, nodes, size_class, self._transfers.now + timeout)
 
     def in_host(self, keys: Sequence[Key] | Residency, group: int) -> tuple[Sequence[Key], I32]:
         """Keys and nodes of chunks of `group`. Raises `CacheError` unless all are ready in the host tier."""
         index = self._state.index
-        mine, at = nodes_of(index, keys)
-        if not len(at):
+        mine, nodes = nodes_of(index, keys)
+        if not len(nodes):
             raise CacheError(f"expected chunks of group {group}, got none")
-        lacking = np.flatnonzero((at == ROOT) | (u8_view(index.loadable)[at] == 0)).tolist()
+        lacking = np.flatnonzero((nodes == ROOT) | (u8_view(index.loadable)[nodes] == 0)).tolist()
         if lacking:
             name = mine[lacking[0]].hex()[:12]
-            raise CacheError(f"{len(lacking)} of {len(at)} chunks are not ready in any tier, the first is {name}")
-        self._check_chunks(group, at)
-        if not index.are_ready(at, 0).all():
+            raise CacheError(f"{len(lacking)} of {len(nodes)} chunks are not ready in any tier, the first is {name}")
+        self._check_chunks(group, nodes)
+        if not index.are_ready(nodes, 0).all():
             name = self._state.tier_names[0]
-            raise CacheError(f"not all of {len(at)} chunks are ready in the {name} tier: prefetch them first")
-        return mine, at
+            raise CacheError(f"not all of {len(nodes)} chunks are ready in the {name} tier: prefetch them first")
+        return mine, nodes
 
     # ------------------------------------------------------------------ all groups
 
@@ -449,7 +449,7 @@ class Lookups:
             raise CacheError(f"expected the keys of one group, or of all {len(groups)}, got groups {sorted(paths)}")
         if any(path.start for path in paths.values()):
             raise CacheError("expected `device` in a lookup of all groups, got `start`")
-        searches = [GroupSearch(state.index, state.partials, *settings.group(at), paths[at]) for at in groups]
+        searches = [GroupSearch(state.index, state.partials, *settings.group(group), paths[group]) for group in groups]
         tokens = longest_available(searches)
         matches = tuple(search.match(tokens) for search in searches)
         both = list(zip(searches, matches, strict=True))
@@ -496,8 +496,8 @@ class Lookups:
             if search.group.is_independent:
                 nodes = index.find_independent(keys)
             else:
-                for at in {*matched.load[:1], *matched.load[-1:]}:
-                    index.check_link(keys, at)
+                for position in {*matched.load[:1], *matched.load[-1:]}:
+                    index.check_link(keys, position)
                 index.indexed_prefix(keys, matched.end)  # as when misses are counted
                 ready = index.loadable_prefix(keys, 0)
                 nodes = [index.get(keys[ready - 1]) if ready else ROOT, *index.follow(keys, ready)]
@@ -538,20 +538,20 @@ class Lookups:
             self._state.set_request(request_number)
         return request_number
 
-    def _check_chunks(self, group: int, at: I32) -> None:
-        """Raise `CacheError` unless the nodes `at` are distinct, and of `group`."""
-        if has_duplicates(at):
-            raise CacheError(f"expected {len(at)} distinct chunks, got {len(np.unique(at))}")
+    def _check_chunks(self, group: int, nodes: I32) -> None:
+        """Raise `CacheError` unless `nodes` are distinct, and of `group`."""
+        if has_duplicates(nodes):
+            raise CacheError(f"expected {len(nodes)} distinct chunks, got {len(np.unique(nodes))}")
         if self._transfers.settings.is_independent(group):
-            self._state.index.check_independent(at)
+            self._state.index.check_independent(nodes)
         self._state.check_size_class(
-            at.tolist() if self._state.several_sizes else (), self._transfers.settings.size_class_of(group)
+            nodes.tolist() if self._state.several_sizes else (), self._transfers.settings.size_class_of(group)
         )
 
 
 def _leased(search: GroupSearch, matched: GroupMatch) -> tuple[list[Key], list[int]]:
     """The chunks to lease for `matched`, and their positions."""
-    keys, positions = [search.keys[at] for at in matched.load], list(matched.load)
+    keys, positions = [search.keys[position] for position in matched.load], list(matched.load)
     if matched.partial and not matched.partial.device:
         keys.append(matched.partial.key)
         positions.append(matched.end)

@@ -79,7 +79,7 @@ class TieredCache:
         if not names or len({DEVICE, *names, *theirs}) != 1 + len(names) + len(theirs):
             raise CacheError(f"expected one tier or more, with different names; got tiers {names}, remote {theirs}")
         self.settings = settings or CacheSettings()
-        self.made_of = tuple(tiers), self.settings, theirs, generation
+        self.constructor_arguments = tuple(tiers), self.settings, theirs, generation
         """Arguments of the constructor, for the call log of a fault."""
         rules = self.settings.rules(names, theirs)
         # Copies go down by one tier at a time, and up into the host tier directly: all tiers can access host memory.
@@ -205,16 +205,16 @@ class TieredCache:
         check_time(now)
         if not isinstance(what, Mapping):
             record = self._leases.get(what)
-            policy, longest = self._prefetcher.check(policy, timeout)
+            policy, timeout = self._prefetcher.check(policy, timeout)
             self._advance(now)
-            return tuple(sorted(self._prefetcher.prefetch(record, policy, longest).jobs))
+            return tuple(sorted(self._prefetcher.prefetch(record, policy, timeout).jobs))
         if policy is not None:
             raise CacheError("expected a `policy` only with a lease")
-        longest = timeout_of(timeout, self.settings.load_timeout)
+        timeout = timeout_of(timeout, self.settings.load_timeout)
         check_paths(what)
         if len(what) != 1 or next(iter(what.values())).device is not None:
             raise CacheError(f"expected a lease, or the keys of one group without `device`, got groups {sorted(what)}")
-        return self._lookups.fetch(*next(iter(what.items())), now, longest)
+        return self._lookups.fetch(*next(iter(what.items())), now, timeout)
 
     def load(
         self,
@@ -277,7 +277,7 @@ class TieredCache:
                 for group, found in pairs
             )
             return ScheduledLoad(sum(job.num_chunks for job in jobs), jobs)
-        record, longest = self._leases.to_load(what), timeout_of(timeout, self.settings.load_timeout)
+        record, timeout = self._leases.to_load(what), timeout_of(timeout, self.settings.load_timeout)
         blocks = check_blocks({} if blocks is None else blocks, [each.group for each in record.groups])
         if record.is_multi_group:
             if skip or tokens is not None:
@@ -288,10 +288,10 @@ class TieredCache:
                 self._device.check(each)
             self._state.set_request(record.request_number)
             nodes, keys = record.nodes(self._state.index), record.keys
-            record.load = self._loader.load_together(nodes, keys, sections, timeout=longest, by_layer=by_layer)
+            record.load = self._loader.load_together(nodes, keys, sections, timeout=timeout, by_layer=by_layer)
             name, load = record.request, record.load
             load.requests = [(name and f"{name}/{each.group}", each.keys) for each in record.groups]
-            load.of_first = sum(len(each.keys) for each in record.groups if not each.group)
+            load.first_group_chunks = sum(len(each.keys) for each in record.groups if not each.group)
             return self._scheduled(load, origins)
         (leased,), size = record.groups, self.settings.blocks_per_chunk
         group, into = leased.group, blocks.get(leased.group, ())
@@ -302,8 +302,9 @@ class TieredCache:
         self._state.check_size_class([leased.refs[0].node], self.settings.size_class_of(group))
         self.settings.check_tokens(tokens, group)
         self._state.set_request(record.request_number)
-        record.load = self._loader.load(leased, into, skip, timeout=longest, by_layer=by_layer, tokens=tokens)
-        record.load.requests, record.load.of_first = [(record.request, leased.keys[:chunks])], 0 if group else chunks
+        record.load = self._loader.load(leased, into, skip, timeout=timeout, by_layer=by_layer, tokens=tokens)
+        record.load.requests = [(record.request, leased.keys[:chunks])]
+        record.load.first_group_chunks = 0 if group else chunks
         return self._scheduled(record.load, origins)
 
     def _copy_inside(self, copies: Mapping[int, DeviceCopy], blocks: Mapping[int, Sequence[int]]) -> ScheduledLoad:
@@ -412,9 +413,9 @@ class TieredCache:
 
     def evict(self, tier: str, most: int) -> int:
         """Evict at most `most` copies from `tier` that nothing leases, reads or descends from; returns how many."""
-        at, evictor, left = self._tier(tier), self._transfers.evictor, max(0, most)
-        for size_class in range(len(self._state.pools[at].slabs.image_bytes)):
-            left -= evictor.evict(at, left, size_class, spare_dirty=False)
+        number, evictor, left = self._tier(tier), self._transfers.evictor, max(0, most)
+        for size_class in range(len(self._state.pools[number].slabs.image_bytes)):
+            left -= evictor.evict(number, left, size_class, spare_dirty=False)
         return max(0, most) - left
 
     def back_up_all(self) -> bool:
@@ -426,7 +427,7 @@ class TieredCache:
 
     def take_commands(self) -> list[Command]:
         """Commands since the last call, in order, each exactly once."""
-        commands, self._transfers.outbox = self._transfers.outbox, []
+        commands, self._transfers.commands = self._transfers.commands, []
         for tier in self._state.tiers:
             if tier.pool.freed and (slots := tier.pool.take_freed()):
                 commands.append(DeleteRecords(tier.name, slots))
@@ -466,11 +467,11 @@ class TieredCache:
         empty slots. Chunks whose parents were not found are orphans. Raises `CacheError`, with nothing recovered, for
         two chunks in one slot, or with one key.
         """
-        at = self._tier(tier)
-        self._state.pools[at].check_slots(others)
+        number = self._tier(tier)
+        self._state.pools[number].check_slots(others)
         chunks = found if isinstance(found, StoredChunks) else [StoredChunk(*each) for each in found]
-        adopted = adopt(self._state, at, chunks)
-        self._state.pools[at].give_last(others)
+        adopted = adopt(self._state, number, chunks)
+        self._state.pools[number].give_last(others)
         return adopted
 
     def replace_device(self, blocks: int) -> None:
@@ -546,8 +547,6 @@ class TieredCache:
         self._leases.check_integrity()
         self._remote.check_integrity()
 
-    # ------------------------------------------------------------------ inside
-
     def _advance(self, now: float) -> None:
         self._transfers.now = self._state.log.now = max(self._transfers.now, now)
         if self._state.priorities.used:
@@ -577,7 +576,7 @@ class TieredCache:
     def _give_up(self, load: Load | None, reason: MissReason) -> None:
         """End `load`, unless it has ended: cancel its copies onto the device. Reads into the host tier go on."""
         if load is not None and load.outcome is None:
-            self._transfers.outbox += [Cancel(job.transfer.job) for job in load.pending]
+            self._transfers.commands += [Cancel(job.transfer.job) for job in load.pending]
             self._conclude(load, reason)
 
     def _conclude(self, load: Load, unfinished: MissReason) -> None:
@@ -585,7 +584,7 @@ class TieredCache:
         hidden = self._state.log.hidden
         if load.outcome is not None and all(len(keys) != 1 or keys[0] != hidden for _, keys in load.requests):
             sources = load.outcome.sources
-            self.counters.count_hits(sources, sources[: load.of_first], self.settings.first_tokens)
+            self.counters.count_hits(sources, sources[: load.first_group_chunks], self.settings.first_tokens)
             self.counters.observe_load(sources, self._transfers.now - load.began, load.requests)
         self._transfers.waits.close(load.wait)
 

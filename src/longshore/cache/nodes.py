@@ -65,26 +65,26 @@ class NodeTree:
                     raise IntegrityError(f"the siblings of node {first} form a cycle: damaged links")
         return i32_view(found)
 
-    def check_integrity(self, at: npt.NDArray[np.int32]) -> None:
-        """Raise `CacheError` unless each of the nodes `at`, which are all, is once among the children of its parent."""
+    def check_integrity(self, live: npt.NDArray[np.int32]) -> None:
+        """Raise `CacheError` unless each of all `live` nodes is once among the children of its parent."""
         parent, older, younger = i32_view(self.parent), i32_view(self.older), i32_view(self.younger)
-        is_first = younger[at] == _NOBODY
-        above = np.where(is_first, i32_view(self.child)[parent[at]], older[younger[at]])
-        is_cut = (above != at) | (~is_first & (parent[younger[at]] != parent[at]))
-        for node in at[is_cut].tolist():
+        is_first = younger[live] == _NOBODY
+        above = np.where(is_first, i32_view(self.child)[parent[live]], older[younger[live]])
+        is_cut = (above != live) | (~is_first & (parent[younger[live]] != parent[live]))
+        for node in live[is_cut].tolist():
             raise CacheError(f"node {node} is not among the children of its parent {self.parent[node]}")
-        nodes = np.concatenate([as_i32((ROOT, ORPHANS)), at])
+        nodes = np.concatenate([as_i32((ROOT, ORPHANS)), live])
         child = i32_view(self.child)[nodes]
         is_wrong = (child != _NOBODY) & ((parent[child] != nodes) | (younger[child] != _NOBODY))
         for node in nodes[is_wrong].tolist():
             raise CacheError(f"node {node} is not the parent of its child {self.child[node]}")
-        count, each = 0, at[is_first]
-        while len(each) and count <= len(at):
+        count, each = 0, live[is_first]
+        while len(each) and count <= len(live):
             count += len(each)
             each = older[each]
             each = each[each != _NOBODY]
-        if count != len(at):
-            raise IntegrityError(f"{count} of {len(at)} nodes are found among children: damaged links")
+        if count != len(live):
+            raise IntegrityError(f"{count} of {len(live)} nodes are found among children: damaged links")
 
     def path(self, node: int, length: int) -> list[int]:
         """`node` and its ancestors, at most `length` nodes, tail first."""
@@ -96,19 +96,19 @@ class NodeTree:
             node = parent[node]
         return found
 
-    def is_line(self, at: npt.NDArray[np.int32]) -> bool:
-        """Whether each of the nodes `at` is the only child of the one before it, and the last has none."""
+    def is_line(self, nodes: npt.NDArray[np.int32]) -> bool:
+        """Whether each of `nodes` is the only child of the one before it, and the last has none."""
         child = i32_view(self.child)
-        following = child[at[:-1]]
-        apart = (following != at[1:]) | (i32_view(self.older)[following] > 0)
-        return not child[at[-1]] and not np.count_nonzero(apart)
+        following = child[nodes[:-1]]
+        apart = (following != nodes[1:]) | (i32_view(self.older)[following] > 0)
+        return not child[nodes[-1]] and not np.count_nonzero(apart)
 
-    def append(self, parent: int, at: npt.NDArray[np.int32]) -> None:
-        """Add the new nodes `at` as a chain of descendants of `parent`."""
-        elder, head, tail = self.child[parent], int(at[0]), int(at[-1])
-        i32_view(self.parent)[at[1:]] = at[:-1]
-        i32_view(self.child)[at[:-1]] = at[1:]
-        i32_view(self.older)[at] = i32_view(self.younger)[at] = _NOBODY
+    def append(self, parent: int, nodes: npt.NDArray[np.int32]) -> None:
+        """Add the new `nodes` as a chain of descendants of `parent`."""
+        elder, head, tail = self.child[parent], int(nodes[0]), int(nodes[-1])
+        i32_view(self.parent)[nodes[1:]] = nodes[:-1]
+        i32_view(self.child)[nodes[:-1]] = nodes[1:]
+        i32_view(self.older)[nodes] = i32_view(self.younger)[nodes] = _NOBODY
         self.parent[head], self.child[tail], self.older[head] = parent, _NOBODY, elder
         if elder:
             self.younger[elder] = head
@@ -117,29 +117,29 @@ class NodeTree:
     def link_trees(self, parents: npt.NDArray[np.integer], nodes: npt.NDArray[np.int32]) -> None:
         """Add each new node of `nodes` as a child of its node of `parents`; the first of siblings is the youngest."""
         order = np.argsort(parents, kind="stable")
-        at, above = nodes[order], parents[order]
+        ordered, above = nodes[order], parents[order]
         first = np.concatenate([[True], above[1:] != above[:-1]])
-        youngest, eldest = at[first], at[np.concatenate([first[1:], [True]])]
+        youngest, eldest = ordered[first], ordered[np.concatenate([first[1:], [True]])]
         child, older, younger = i32_view(self.child), i32_view(self.older), i32_view(self.younger)
-        i32_view(self.parent)[at], child[at] = above, _NOBODY
-        older[at[:-1]], younger[at[1:]] = at[1:], at[:-1]
+        i32_view(self.parent)[ordered], child[ordered] = above, _NOBODY
+        older[ordered[:-1]], younger[ordered[1:]] = ordered[1:], ordered[:-1]
         elders = child[above[first]]
         older[eldest], younger[youngest] = elders, _NOBODY
         younger[elders[elders > 0]] = eldest[elders > 0]
         child[above[first]] = youngest
 
     def siblings(
-        self, at: npt.NDArray[np.int32], parents: npt.NDArray[np.int32]
+        self, nodes: npt.NDArray[np.int32], parents: npt.NDArray[np.int32]
     ) -> Iterator[tuple[int, int, int, int]]:
-        """The nodes `at`, children of `parents`, as runs of adjacent siblings.
+        """The `nodes`, children of `parents`, as runs of adjacent siblings.
 
         Yields (eldest, youngest, parent, count) of each run. A run may be unlinked before the next is requested.
         """
-        last = np.ones(len(at), bool)
-        np.not_equal(i32_view(self.younger)[at[:-1]], at[1:], out=last[:-1])
+        last = np.ones(len(nodes), bool)
+        np.not_equal(i32_view(self.younger)[nodes[:-1]], nodes[1:], out=last[:-1])
         ends = np.flatnonzero(last)
         begins = np.concatenate([[0], ends[:-1] + 1])
-        runs = (at[begins], at[ends], parents[ends], ends - begins + 1)
+        runs = (nodes[begins], nodes[ends], parents[ends], ends - begins + 1)
         return zip(*(each.tolist() for each in runs), strict=True)
 
     def move(self, node: int, parent: int) -> None:
@@ -278,20 +278,20 @@ class Nodes:
         slot = self.slot[tier][node]
         return slot >= 0 and self.pools[tier].state[slot] == READY
 
-    def are_ready(self, at: npt.NDArray[np.int32], tier: int) -> npt.NDArray[np.bool_]:
-        """`is_ready` for the nodes `at`; bool, of the same shape."""
-        slots, state = i32_view(self.slot[tier]).take(at), u8_view(self.pools[tier].state)
+    def are_ready(self, nodes: npt.NDArray[np.int32], tier: int) -> npt.NDArray[np.bool_]:
+        """`is_ready` for `nodes`; bool, of the same shape."""
+        slots, state = i32_view(self.slot[tier]).take(nodes), u8_view(self.pools[tier].state)
         if not len(state):
-            return np.zeros(len(at), bool)
+            return np.zeros(len(nodes), bool)
         ready: npt.NDArray[np.bool_] = state.take(slots) == READY
         ready &= slots >= 0
         return ready
 
-    def are_ready_in_any(self, at: npt.NDArray[np.int32], tiers: Sequence[int]) -> npt.NDArray[np.bool_]:
-        """Whether the nodes `at` have a ready copy in one of `tiers`; bool, of the same shape."""
-        ready = self.are_ready(at, tiers[0])
+    def are_ready_in_any(self, nodes: npt.NDArray[np.int32], tiers: Sequence[int]) -> npt.NDArray[np.bool_]:
+        """Whether `nodes` have a ready copy in one of `tiers`; bool, of the same shape."""
+        ready = self.are_ready(nodes, tiers[0])
         for tier in tiers[1:]:
-            ready |= self.are_ready(at, tier)
+            ready |= self.are_ready(nodes, tier)
         return ready
 
     def size_class_of(self, node: int) -> int:
@@ -306,10 +306,10 @@ class Nodes:
         """`size_class_of` for many."""
         if len(nodes) < FEW:
             return list(map(self.size_class_of, nodes))
-        at = np.array(nodes, np.int32)
-        size_classes = np.full(len(at), NONE)
+        ids = np.array(nodes, np.int32)
+        size_classes = np.full(len(ids), NONE)
         for tier in self.tiers:
-            slots = i32_view(self.slot[tier])[at]
+            slots = i32_view(self.slot[tier])[ids]
             here = np.flatnonzero((slots >= 0) & (size_classes == NONE))
             size_classes[here] = self.pools[tier].size_classes_of(slots[here])
         if (size_classes == NONE).any():
@@ -340,16 +340,16 @@ class Nodes:
     def _enter(
         self,
         keys: Sequence[Key] | npt.NDArray[Any],
-        at: npt.NDArray[np.int32],
+        ids: npt.NDArray[np.int32],
         tier: int,
         slots: Sequence[int] | npt.NDArray[np.int32],
     ) -> list[int]:
-        """Enter the nodes `at` for `keys`, in `slots` of `tier`; returns the nodes as a list."""
-        nodes: list[int] = at.tolist()
+        """Enter the nodes `ids` for `keys`, in `slots` of `tier`; returns the nodes as a list."""
+        nodes: list[int] = ids.tolist()
         where = as_i32(slots)
-        self.key.insert(at, keys)
-        i32_view(self.slot[tier])[at] = where
-        i32_view(self.pools[tier].node)[where] = at
+        self.key.insert(ids, keys)
+        i32_view(self.slot[tier])[ids] = where
+        i32_view(self.pools[tier].node)[where] = ids
         return nodes
 
     def _numbers(self, count: int) -> npt.NDArray[np.int32]:

@@ -147,9 +147,9 @@ class Offloader:
         fresh = keys[known:]
         if index.orphans:  # some chunks behind a gap may be in the index
             nodes = [*path, *index.find(fresh)]
-            there = [at for at, node in enumerate(nodes, first) if node]
-            lacking = [at for at, node in enumerate(nodes, first) if not node]
-            path, fresh = list(filter(None, nodes)), [keys[at] for at in lacking]
+            there = [position for position, node in enumerate(nodes, first) if node]
+            lacking = [position for position, node in enumerate(nodes, first) if not node]
+            path, fresh = list(filter(None, nodes)), [keys[position] for position in lacking]
         state.touch(path[::-1])
         if retention:
             state.priorities.apply(path, there, retention, self._transfers.now)
@@ -164,10 +164,10 @@ class Offloader:
         )
         if wait_for_room and waiting:
             return ScheduledStore(None, retry=True)
-        kept, accepted = lacking[count] if count < len(lacking) else len(keys), lacking[:count]
+        stored_prefix, accepted = lacking[count] if count < len(lacking) else len(keys), lacking[:count]
         later = lacking[count : count + waiting]
         if not count:
-            return ScheduledStore(None, kept=kept, already_stored=there, later=later)
+            return ScheduledStore(None, stored_prefix=stored_prefix, already_stored=there, later=later)
         job, slots, parents = self._transfers.new_id(), list[int](), list[Key | None]()
         for start, end in runs_of(accepted):
             run = keys[accepted[start] : accepted[end - 1] + 1]
@@ -181,7 +181,7 @@ class Offloader:
             job, fresh[:count], parents, None, TierSlots(0, slots), sections=sections, command=blocks is not None
         )
         addresses = Addresses(Slots(state.tier_names[0], size_class, tuple(slots)))
-        return ScheduledStore(job, accepted, addresses, kept, there, later=later)
+        return ScheduledStore(job, accepted, addresses, stored_prefix, there, later=later)
 
     def _offload_independent(
         self,
@@ -201,14 +201,14 @@ class Offloader:
         """
         state, kind, size = self._state, *self._transfers.settings.group(group)
         in_window, size_class = kind.first_needed(len(keys) * size, size), self._transfers.settings.size_class_of(group)
-        at = np.zeros(len(keys), np.int32)
-        at[len(keys) - len(nodes) :] = as_i32(nodes)
-        known = np.flatnonzero(at).tolist()
-        fresh = (first + np.flatnonzero(at[first:] == ROOT)).tolist()
-        window = at[known[bisect_left(known, in_window) :]].tolist()
+        node_at = np.zeros(len(keys), np.int32)
+        node_at[len(keys) - len(nodes) :] = as_i32(nodes)
+        known = np.flatnonzero(node_at).tolist()
+        fresh = (first + np.flatnonzero(node_at[first:] == ROOT)).tolist()
+        window = node_at[known[bisect_left(known, in_window) :]].tolist()
         state.touch(window[::-1])
         state.windows.enter(window)
-        self._retain(at, known, retention)
+        self._retain(node_at, known, retention)
         wanted = self._worth_independent(keys, fresh, prompt, retention)
         state.log.by = keys[wanted[-1]] if wanted else None
         refs = [state.add_ref(node) for node in window]
@@ -219,11 +219,11 @@ class Offloader:
             return ScheduledStore(None, retry=True)
         wanted = wanted[len(wanted) - admitted :]
         job, slots = self._schedule_independent(keys, wanted, first, blocks, group)
-        known = [position for position in known if state.index.key[at[position]] == keys[position]]
-        at[wanted] = i32_view(state.pools[0].node)[as_i32(slots)]
-        self._retain(at, wanted, retention)
+        known = [position for position in known if state.index.key[node_at[position]] == keys[position]]
+        node_at[wanted] = i32_view(state.pools[0].node)[as_i32(slots)]
+        self._retain(node_at, wanted, retention)
         there = as_i32([*known, *wanted])
-        state.windows.slide(at[there[there < in_window]].tolist())
+        state.windows.slide(node_at[there[there < in_window]].tolist())
         had = np.zeros(len(keys), bool)
         had[there] = True
         addresses = Addresses(Slots(state.tier_names[0], size_class, tuple(slots)))
@@ -244,10 +244,10 @@ class Offloader:
         )
         return job, slots
 
-    def _retain(self, at: npt.NDArray[np.int32], positions: Sequence[int], retention: Sequence[Retention]) -> None:
-        """Apply `retention` to the chunks at `positions`; `at` are the nodes of the path."""
+    def _retain(self, node_at: npt.NDArray[np.int32], positions: Sequence[int], retention: Sequence[Retention]) -> None:
+        """Apply `retention` to the chunks at `positions`; `node_at` are the nodes of the path."""
         if retention and len(positions):
-            self._state.priorities.apply(at[as_i32(positions)], positions, retention, self._transfers.now)
+            self._state.priorities.apply(node_at[as_i32(positions)], positions, retention, self._transfers.now)
 
     def _sections(self, group: int, positions: Sequence[int], first: int, blocks: Sequence[int]) -> tuple[Section, ...]:
         """The device blocks of the chunks at `positions`. `blocks` begin with those of the chunk at `first`."""
@@ -423,11 +423,11 @@ class Offloader:
 
         return max(room, policy.admit(path, make_room, least=0))
 
-    def _worth(self, fresh: Sequence[Key], at: Sequence[int], retention: Sequence[Retention]) -> int:
-        """How many leading new chunks of `fresh`, at positions `at`, the write policy stores; counts the others."""
+    def _worth(self, fresh: Sequence[Key], positions: Sequence[int], retention: Sequence[Retention]) -> int:
+        """How many leading new chunks of `fresh`, at `positions`, the write policy stores; counts the others."""
         worth, floor = len(fresh), self._transfers.settings.priority_floor
         if floor:
-            above = count_leading(priorities(retention, at) >= floor)
+            above = count_leading(priorities(retention, positions) >= floor)
             self._transfers.count_drop(0, worth - above, DropReason.PRIORITY)
             worth = above
         if self._offer_filter is not None:

@@ -22,7 +22,7 @@ from longshore.errors import CacheError, CapacityError, IntegrityError, StateErr
 
 
 class SlotState(enum.Enum):
-    """SlotState of a slot."""
+    """State of a slot."""
 
     FREE = "free"
     FILLING = "filling"
@@ -69,8 +69,8 @@ def transition(state: int, to: int, where: str = "") -> int:
     return to
 
 
-_TICKS, _LAST_TICK = 16, 2**31 - 1
-"""Times of slots: parts of a second, in 31 bits, which last for four years."""
+_PER_SECOND, _LATEST = 16, 2**31 - 1
+"""Times of slots are in sixteenths of a second, in 31 bits, which last for four years."""
 
 
 class SlotPool:
@@ -82,8 +82,8 @@ class SlotPool:
     __slots__ = (
         "_free",
         "capacity",
-        "fault",
         "freed",
+        "invalid",
         "node",
         "readers",
         "slabs",
@@ -111,10 +111,10 @@ class SlotPool:
         self.readers = zeros(capacity)
         """Number of jobs that read each slot."""
         self.written = zeros(capacity)
-        """When each slot was filled, in `_TICKS` of a second; 0 if it was not by this process."""
+        """When each slot was filled, in sixteenths of a second; 0 if it was not by this process."""
         self.writer: dict[int, int] = {}
         """The job that fills a slot."""
-        self.fault: dict[int, Status] = {}
+        self.invalid: dict[int, Status] = {}
         """The status of slots whose bytes are invalid: reads of them in flight fail with it."""
         self.freed: list[int] | None = None
         """Slots freed since `take_freed`, some of them allocated again; `None` if it is not called."""
@@ -142,9 +142,9 @@ class SlotPool:
         """The size class of a slot that is not free."""
         return 0
 
-    def size_classes_of(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.integer[Any]]:
-        """The same for slots `at`."""
-        return np.zeros(len(at), np.int32)
+    def size_classes_of(self, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.integer[Any]]:
+        """The same for `slots`."""
+        return np.zeros(len(slots), np.int32)
 
     def allocate(self, count: int, size_class: int = 0) -> list[int]:
         """Allocate `count` slots of `size_class`, to be filled. Raises `CapacityError` with nothing changed."""
@@ -159,26 +159,26 @@ class SlotPool:
 
     def move_all(self, indices: Sequence[int] | npt.NDArray[np.int32], before: int, to: int) -> None:
         """Change the state of slots that are all in state `before`."""
-        state, after, at = u8_view(self.state), transition(before, to, self.where), as_i32(indices)
-        if state[at].tobytes().count(before) < len(at):
-            index = next(index for index in at.tolist() if state[index] != before)
+        state, after, slots = u8_view(self.state), transition(before, to, self.where), as_i32(indices)
+        if state[slots].tobytes().count(before) < len(slots):
+            index = next(index for index in slots.tolist() if state[index] != before)
             found = STATES[state[index]].value
             raise IntegrityError(f"{self.where}slot {index} is {found}, not {STATES[before].value}")
-        state[at] = after
+        state[slots] = after
 
     def claim(
         self, indices: Sequence[int] | npt.NDArray[np.int64], size_classes: Sequence[int] | npt.NDArray[np.int64]
     ) -> None:
         """Allocate recovered slots of `size_classes`, the most recently used one last; all or none."""
-        at = np.asarray(indices, np.int64)
-        bad = (at < 0) | (at >= self.capacity)
-        bad[~bad] = u8_view(self.state)[at[~bad]] != FREE
-        if bad.any() or has_duplicates(at):
-            wrong = (at[bad] if bad.any() else at).tolist()
+        slots = np.asarray(indices, np.int64)
+        bad = (slots < 0) | (slots >= self.capacity)
+        bad[~bad] = u8_view(self.state)[slots[~bad]] != FREE
+        if bad.any() or has_duplicates(slots):
+            wrong = (slots[bad] if bad.any() else slots).tolist()
             raise CacheError(f"{self.where}expected free, distinct slots below {self.capacity}, got {wrong[:9]}")
-        self._claim(at, np.asarray(size_classes, np.int64))
-        self.move_all(at.astype(np.int32), FREE, READY)
-        i32_view(self.written)[at] = 0
+        self._claim(slots, np.asarray(size_classes, np.int64))
+        self.move_all(slots.astype(np.int32), FREE, READY)
+        i32_view(self.written)[slots] = 0
 
     def check_slots(self, indices: Sequence[int]) -> None:
         """Raise `CacheError` unless these are indices of slots."""
@@ -210,19 +210,19 @@ class SlotPool:
         self._resize(slabs)
         self.slabs, self.capacity = resized, capacity
 
-    def mark_written(self, at: npt.NDArray[np.int32], now: float) -> None:
-        """The slots `at` were filled at `now`, in seconds."""
-        i32_view(self.written)[at] = min(int(now * _TICKS), _LAST_TICK)
+    def mark_written(self, slots: npt.NDArray[np.int32], now: float) -> None:
+        """`slots` were filled at `now`, in seconds."""
+        i32_view(self.written)[slots] = min(int(now * _PER_SECOND), _LATEST)
 
     def age(self, index: int, now: float) -> float | None:
         """Seconds since a slot was filled; `None` if this process has not filled it."""
         written = self.written[index]
-        return max(now - written / _TICKS, 0.0) if written else None
+        return max(now - written / _PER_SECOND, 0.0) if written else None
 
-    def ages(self, at: npt.NDArray[np.int32], now: float) -> npt.NDArray[np.float64]:
-        """Seconds since the slots `at` were filled, without those that this process has not filled."""
-        written = i32_view(self.written)[at]
-        ages: npt.NDArray[np.float64] = np.maximum(now - written[written > 0] / _TICKS, 0.0)
+    def ages(self, slots: npt.NDArray[np.int32], now: float) -> npt.NDArray[np.float64]:
+        """Seconds since `slots` were filled, without those that this process has not filled."""
+        written = i32_view(self.written)[slots]
+        ages: npt.NDArray[np.float64] = np.maximum(now - written[written > 0] / _PER_SECOND, 0.0)
         return ages
 
     def move(self, index: int, to: int) -> None:
@@ -233,20 +233,20 @@ class SlotPool:
             self._give_back(array("i", (index,)))
             if self.freed is not None:
                 self.freed.append(index)
-            if self.fault:
-                self.fault.pop(index, None)
+            if self.invalid:
+                self.invalid.pop(index, None)
 
     def free_all(self, indices: Sequence[int] | npt.NDArray[np.int32]) -> None:
         """Free slots that were ready, and that no job uses."""
-        at = as_i32(indices)
-        self.move_all(at, READY, FREE)
-        i32_view(self.node)[at] = 0
-        if self.fault:
-            for index in at.tolist():
-                self.fault.pop(index, None)
-        self._give_back(array("i", at.tobytes()))
+        slots = as_i32(indices)
+        self.move_all(slots, READY, FREE)
+        i32_view(self.node)[slots] = 0
+        if self.invalid:
+            for index in slots.tolist():
+                self.invalid.pop(index, None)
+        self._give_back(array("i", slots.tobytes()))
         if self.freed is not None:
-            self.freed += at.tolist()
+            self.freed += slots.tolist()
 
     def take_freed(self) -> tuple[int, ...]:
         """Slots that were freed since the last call, and are still free."""
@@ -275,7 +275,7 @@ class SlotPool:
         self.state = bytearray(self.capacity)
         for index in busy:
             self.state[index] = DRAINING
-        self.fault = {index: fault for index, fault in self.fault.items() if index in busy}
+        self.invalid = {index: status for index, status in self.invalid.items() if index in busy}
         self._all_free(sorted(busy))
         if self.freed is not None:
             self.freed = []
@@ -286,7 +286,7 @@ class SlotPool:
         written = as_i32([*self.writer])
         busy[written] = True
         is_free, blamed = state == FREE, i32_view(self.node) != 0
-        blamed[as_i32([*self.fault])] = True
+        blamed[as_i32([*self.invalid])] = True
         self._check_free(np.flatnonzero(is_free).tolist())
         wrong = np.flatnonzero((is_free & (busy | blamed)) | ((state == DRAINING) & ~busy)).tolist()
         wrong += written[(state[written] != FILLING) & (state[written] != DRAINING)].tolist()
@@ -309,12 +309,12 @@ class SlotPool:
         """Add slots to the free list."""
         self._free.give(indices)
 
-    def _claim(self, at: npt.NDArray[np.int64], size_classes: npt.NDArray[np.int64]) -> None:
-        """Remove the free slots `at` from the free list. Raises `CacheError` for another size class."""
+    def _claim(self, slots: npt.NDArray[np.int64], size_classes: npt.NDArray[np.int64]) -> None:
+        """Remove the free `slots` from the free list. Raises `CacheError` for another size class."""
         if size_classes.any():
             raise CacheError(f"expected size class 0, as all images have one size; got {np.unique(size_classes)}")
         wanted, free = np.zeros(self.capacity, bool), i32_view(array("i", self._free))
-        wanted[at] = True
+        wanted[slots] = True
         self._free = FreeList(array("i", free[~wanted[free]].tobytes()))
 
     def _give_last(self, indices: Sequence[int]) -> None:

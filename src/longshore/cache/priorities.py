@@ -29,7 +29,7 @@ from longshore.cache.columns import as_i32, sparse, u8_view
 from longshore.cache.eviction import EvictionPolicy
 from longshore.cache.eviction.partitioned import PartitionedByPriority, PartitionedBySize
 from longshore.cache.index import Index
-from longshore.cache.settings import DEFAULT_PRIORITY, Retention, said
+from longshore.cache.settings import DEFAULT_PRIORITY, Retention, retention_ranges
 
 Nodes = Sequence[int] | npt.NDArray[np.int32]
 
@@ -79,14 +79,14 @@ class Priorities:
 
     def apply(self, nodes: Nodes, positions: npt.ArrayLike, retention: Sequence[Retention], now: float) -> None:
         """Set the priorities of `nodes`, the chunks at `positions` of a request, parents first, from `retention`."""
-        which, at = said(retention, positions), as_i32(nodes)
+        which, ids = retention_ranges(retention, positions), as_i32(nodes)
         for number, each in enumerate(retention):
-            mine = at[which == number]
+            mine = ids[which == number]
             if len(mine):
                 self._set(mine, each.priority, None if each.seconds is None else now + each.seconds)
                 for band in self._bands if each.priority != DEFAULT_PRIORITY else ():
                     band.rejects = False  # expected hits are not comparable across priorities
-        self._move(at[which >= 0])
+        self._move(ids[which >= 0])
 
     def expire(self, now: float) -> None:
         """Reset the priorities whose time has expired at `now` to the default."""
@@ -113,20 +113,20 @@ class Priorities:
         u8_view(self._priority)[as_i32(nodes)] &= 0xFE
         self._move(as_i32(nodes))
 
-    def _set(self, at: npt.NDArray[np.int32], priority: int, until: float | None) -> None:
+    def _set(self, ids: npt.NDArray[np.int32], priority: int, until: float | None) -> None:
         if not self.used:
             self._begin()
         bands = u8_view(self._priority)
-        bands[at] = (bands[at] & 1) | 2 * (priority ^ DEFAULT_PRIORITY)
+        bands[ids] = (bands[ids] & 1) | 2 * (priority ^ DEFAULT_PRIORITY)
         if until is not None:
-            nodes: tuple[int, ...] = tuple(at.tolist())
+            nodes: tuple[int, ...] = tuple(ids.tolist())
             self._until.update(dict.fromkeys(nodes, until))
             heapq.heappush(self._due, (until, nodes))
             self._listed += len(nodes)
             if self._listed > 2 * len(self._until) + 64:
                 self._list_anew()
         elif self._until:
-            for node in at.tolist():
+            for node in ids.tolist():
                 self._until.pop(node, None)
 
     def _list_anew(self) -> None:
@@ -136,9 +136,9 @@ class Priorities:
         self._due = [(until, tuple(nodes)) for until, nodes in sorted(due.items())]
         self._listed = len(self._until)
 
-    def _move(self, at: npt.NDArray[np.int32]) -> None:
+    def _move(self, nodes: npt.NDArray[np.int32]) -> None:
         for band in self._bands:
-            band.move(at)
+            band.move(nodes)
 
     def _begin(self) -> None:
         self.used = True

@@ -78,7 +78,7 @@ class RemoteKeys:
         if asked := tuple(new[:room]):
             number, deadline = self._transfers.new_id(), self._transfers.now + settings.probe_timeout
             probe = Probe(number, self.name, asked, deadline, self._transfers.generation, settings.ranks)
-            self._transfers.outbox.append(probe)
+            self._transfers.commands.append(probe)
             self._probes[number] = _ProbeInFlight(probe, set(range(probe.ranks)), [True] * len(asked))
             self._asked.update(dict.fromkeys(asked, number))
         return sorted({self._asked[key] for key in unknown if key in self._asked})
@@ -246,7 +246,7 @@ class RemoteTiers:
 
     # ------------------------------------------------------------------ probes
 
-    def look(self, keys: Sequence[Key], end: int, *, probe: bool = True) -> tuple[int, tuple[int, ...]]:
+    def known_after(self, keys: Sequence[Key], end: int, *, probe: bool = True) -> tuple[int, tuple[int, ...]]:
         """How many chunks directly after `keys[:end]`, which are in own tiers, remote tiers are known to have; and
         probes.
 
@@ -305,7 +305,7 @@ class RemoteTiers:
         dirty chunk is evicted for it.
         """
         begin = end + len(path)
-        known, _ = self.look(keys, begin)
+        known, _ = self.known_after(keys, begin)
         before, index = keys[begin - 1] if begin else None, self._state.index
         kept = () if before is None else (index.get(before),)
         return self._fetch(keys[begin : begin + known], path, kept, size_class, deadline, before=before)
@@ -366,28 +366,28 @@ class RemoteTiers:
 
     def offer(self, keys: Sequence[Key]) -> None:
         """Chunks have come from the device."""
-        for at, (seen, late) in enumerate(zip(self._seen, self._late, strict=True)):
+        for number, (seen, late) in enumerate(zip(self._seen, self._late, strict=True)):
             if not late:
-                self._send(at, keys if seen is None else keys[: seen.leading(keys)])
+                self._send(number, keys if seen is None else keys[: seen.leading(keys)])
 
-    def _send(self, at: int, keys: Sequence[Key]) -> None:
+    def _send(self, number: int, keys: Sequence[Key]) -> None:
         """Queue a store of those of `keys` that the tier is not known to have, and that are not on their way."""
-        tier, queue = self.tiers[at], self._queues[at]
+        tier, queue = self.tiers[number], self._queues[number]
         if tier.name in self._transfers.settings.read_only:
             return
-        fresh = self._admitted(at, [key for key in keys if not tier.was_sent(key)])
+        fresh = self._admitted(number, [key for key in keys if not tier.was_sent(key)])
         taken = fresh[: max(0, self._transfers.settings.max_writes - len(queue))]
         queue.extend(taken)
         tier.mark_sent(taken)
         self._drop(tier, len(fresh) - len(taken), DropReason.BACKPRESSURE)
 
-    def _admitted(self, at: int, keys: list[Key]) -> list[Key]:
+    def _admitted(self, number: int, keys: list[Key]) -> list[Key]:
         """Those of `keys`, heads first, that promise no less than what the tier removes for them; counts the others.
 
         After a chunk that is left out, or is not in the host tier, none is admitted.
         """
-        tier, index, policy = self.tiers[at], self._state.index, self._state.policies[0]
-        if not keys or tier.keeps is None or not self._rejects(at):
+        tier, index, policy = self.tiers[number], self._state.index, self._state.policies[0]
+        if not keys or tier.keeps is None or not self._rejects(number):
             return keys
         nodes, left_out, admitted, rejected = index.find(keys), set[int](), list[Key](), 0
         for key, node, enough in zip(keys, nodes, policy.outrank(nodes, tier.keeps).tolist(), strict=True):
@@ -397,14 +397,14 @@ class RemoteTiers:
             else:
                 left_out.add(node)
                 rejected += there
-        if not self._late[at]:  # else the same chunks are offered until they are evicted
+        if not self._late[number]:  # else the same chunks are offered until they are evicted
             self._drop(tier, rejected, DropReason.ADMISSION)
         return admitted
 
-    def _rejects(self, at: int) -> bool:
+    def _rejects(self, number: int) -> bool:
         """Whether the tier may be denied chunks that promise too few hits; they are offered again when used."""
         is_on = self._transfers.settings.admission and self._state.policies[0].rejects
-        return is_on and self.tiers[at].keeps is not None
+        return is_on and self.tiers[number].keeps is not None
 
     def _leaving(self, arrived: int) -> list[Key]:
         """What the host tier would evict for twice as many chunks as have `arrived`."""
@@ -414,17 +414,17 @@ class RemoteTiers:
 
     def found(self, keys: Sequence[Key]) -> None:
         """Chunks of a path were found by a lookup, which counts for selective write policies."""
-        for at, (seen, late) in enumerate(zip(self._seen, self._late, strict=True)):
-            if not late and (seen is not None or self._rejects(at)):
-                self._send(at, keys if seen is None else keys[: seen.leading(keys)])
+        for number, (seen, late) in enumerate(zip(self._seen, self._late, strict=True)):
+            if not late and (seen is not None or self._rejects(number)):
+                self._send(number, keys if seen is None else keys[: seen.leading(keys)])
 
     def proceed(self) -> None:
         """Process ended jobs, queue chunks that have arrived, and schedule stores within the limits."""
         self._conclude()
         if arrived := self._transfers.arrived_from_device:
             self.offer(arrived)
-            for at in [at for at, late in enumerate(self._late) if late]:
-                self._send(at, self._leaving(len(arrived)))
+            for number in [number for number, late in enumerate(self._late) if late]:
+                self._send(number, self._leaving(len(arrived)))
             arrived.clear()
         limit = min(self._transfers.settings.max_writes, max(1, self._state.pools[0].capacity // _SHARE))
         for tier, queue in zip(self.tiers, self._queues, strict=True):

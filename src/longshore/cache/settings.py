@@ -166,7 +166,7 @@ def check_retention(retention: Sequence[Retention]) -> None:
             )
 
 
-def said(retention: Sequence[Retention], positions: npt.ArrayLike) -> npt.NDArray[np.intp]:
+def retention_ranges(retention: Sequence[Retention], positions: npt.ArrayLike) -> npt.NDArray[np.intp]:
     """The index of the range of `retention` for the chunk at each of `positions`; -1 for none; shape
     `(len(positions),)`.
 
@@ -183,7 +183,7 @@ def said(retention: Sequence[Retention], positions: npt.ArrayLike) -> npt.NDArra
 def priorities(retention: Sequence[Retention], positions: npt.ArrayLike) -> npt.NDArray[np.uint8]:
     """The priority of the chunk at each of `positions`; shape `(len(positions),)`."""
     of = np.array([*(each.priority for each in retention), DEFAULT_PRIORITY], np.uint8)
-    return of[said(retention, positions)]
+    return of[retention_ranges(retention, positions)]
 
 
 class DeviceBlocks:

@@ -100,9 +100,9 @@ class SlabPool(SlotPool):
         """The size class of a slot that is not free."""
         return self.owner[index // self.slabs.stride]
 
-    def size_classes_of(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.integer[Any]]:
-        """The same for slots `at`."""
-        return u8_view(self.owner)[at // self.slabs.stride]
+    def size_classes_of(self, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.integer[Any]]:
+        """The same for `slots`."""
+        return u8_view(self.owner)[slots // self.slabs.stride]
 
     def record_use(self, indices: Sequence[int]) -> None:
         """Slots and their slabs were used, the last of them most recently."""
@@ -213,25 +213,29 @@ class SlabPool(SlotPool):
         self._spare.append(slab)
 
     def _claim(self, indices: Sequence[int] | _Numbers, size_classes: Sequence[int] | _Numbers) -> None:
-        at, of, images = np.asarray(indices, np.int64), np.asarray(size_classes, np.int64), np.array(self.slabs.images)
-        slab, position = np.divmod(at, self.slabs.stride)
+        given, of, images = (
+            np.asarray(indices, np.int64),
+            np.asarray(size_classes, np.int64),
+            np.array(self.slabs.images),
+        )
+        slab, position = np.divmod(given, self.slabs.stride)
         bad = (of < 0) | (of >= len(images))
         bad |= position >= images[np.where(bad, 0, of)]
         if bad.any():
-            raise CacheError(f"{self.where}size class {of[bad.argmax()]} has no slot {at[bad.argmax()]}")
+            raise CacheError(f"{self.where}size class {of[bad.argmax()]} has no slot {given[bad.argmax()]}")
         slabs, last, slab_of = np.unique(slab[::-1], return_index=True, return_inverse=True)
-        last, slab_of = len(at) - 1 - last, slab_of[::-1]
+        last, slab_of = len(given) - 1 - last, slab_of[::-1]
         owner = u8_view(self.owner)[slab]
         bad = (of != of[last][slab_of]) | ((owner != NOBODY) & (owner != of))
         if bad.any():
-            raise CacheError(f"slot {at[bad.argmax()]} has another image size than its slab {slab[bad.argmax()]}")
-        slots = np.sort(at)
+            raise CacheError(f"slot {given[bad.argmax()]} has another image size than its slab {slab[bad.argmax()]}")
+        slots = np.sort(given)
         fresh = owner[last] == NOBODY
         self._begin_all(slab[np.sort(last[fresh])], of[np.sort(last[fresh])], slots)
         ends = np.searchsorted(slots, (slabs[~fresh] + 1) * self.slabs.stride).tolist()
         for each, end in zip(slabs[~fresh].tolist(), ends, strict=True):
             self._take_exactly(each, set(slots[np.searchsorted(slots, each * self.slabs.stride) : end].tolist()))
-        self.record_use(at[np.sort(last[~fresh])].tolist())
+        self.record_use(given[np.sort(last[~fresh])].tolist())
 
     def _give_last(self, indices: Sequence[int]) -> None:
         """Of slabs: those that are assigned already."""

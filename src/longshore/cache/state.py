@@ -146,12 +146,12 @@ class CacheState:
 
     def runs(self, nodes: Sequence[int]) -> tuple[Run, ...]:
         """Where `nodes` are, as runs by the warmest tier that has them ready."""
-        at = np.array(nodes, np.int32)
-        if len(at) and np.count_nonzero(self.index.are_ready(at, 0)) == len(at):
-            return (Run(self.tier_names[0], len(at)),)
-        warmest = np.full(len(at), _NOWHERE, np.uint8)
+        ids = np.array(nodes, np.int32)
+        if len(ids) and np.count_nonzero(self.index.are_ready(ids, 0)) == len(ids):
+            return (Run(self.tier_names[0], len(ids)),)
+        warmest = np.full(len(ids), _NOWHERE, np.uint8)
         for tier in reversed(self.index.tiers):
-            warmest[self.index.are_ready(at, tier)] = tier
+            warmest[self.index.are_ready(ids, tier)] = tier
         runs = ((tier, len(list(run))) for tier, run in groupby(warmest.tobytes()))
         return tuple(Run(self.tier_names[tier], chunks) for tier, chunks in runs if tier != _NOWHERE)
 
@@ -227,13 +227,13 @@ class CacheState:
         pool, writer = self.pools[tier], self.pools[tier].writer
         for slot in slots:
             del writer[slot]
-        at = as_i32(slots)
-        draining = u8_view(pool.state)[at] == DRAINING
-        wanted = at[~draining]
+        written = as_i32(slots)
+        draining = u8_view(pool.state)[written] == DRAINING
+        wanted = written[~draining]
         pool.move_all(wanted, FILLING, READY)
         pool.mark_written(wanted, self.log.now)
         attached = self.mark_ready(i32_view(pool.node)[wanted].tolist(), tier)
-        for slot in at[draining].tolist():
+        for slot in written[draining].tolist():
             self._free_drained(tier, slot)
         return attached
 
@@ -264,16 +264,16 @@ class CacheState:
     def rank(self, nodes: Sequence[int], tier: int, *, leaf: bool = False) -> None:
         """Copies of `nodes`, tail first, are ready in `tier`: the policy that ranks all chunks gets those new to it."""
         if self.coldest_ranks_all and nodes:
-            at = as_i32(nodes)
-            new = ~self.index.are_ready_in_any(at, [each for each in self.index.tiers if each != tier])
+            ids = as_i32(nodes)
+            new = ~self.index.are_ready_in_any(ids, [each for each in self.index.tiers if each != tier])
             if new.any():
-                self.policies[self.coldest].insert(at[new].tolist(), leaf=leaf and bool(new[0]))
+                self.policies[self.coldest].insert(ids[new].tolist(), leaf=leaf and bool(new[0]))
 
-    def are_ranked(self, at: npt.NDArray[np.int32], tier: int) -> npt.NDArray[np.bool_]:
-        """Which of the nodes `at` the policy of `tier` ranks: those that are ready there, or in any tier."""
+    def are_ranked(self, nodes: npt.NDArray[np.int32], tier: int) -> npt.NDArray[np.bool_]:
+        """Which of `nodes` the policy of `tier` ranks: those that are ready there, or in any tier."""
         if self.coldest_ranks_all and tier == self.coldest:
-            return self.index.are_ready_in_any(at, self.index.tiers)
-        return self.index.are_ready(at, tier)
+            return self.index.are_ready_in_any(nodes, self.index.tiers)
+        return self.index.are_ready(nodes, tier)
 
     def attach_orphans(self, nodes: Sequence[int]) -> list[int]:
         """Attach orphans to their parents among `nodes`, where allowed; returns those that are no orphans any more."""
@@ -289,7 +289,7 @@ class CacheState:
         """The job that fills this slot has failed."""
         pool = self.pools[tier]
         del pool.writer[slot]
-        pool.fault[slot] = fault
+        pool.invalid[slot] = fault
         if pool.state[slot] == DRAINING:
             self._free_drained(tier, slot)
         else:
@@ -308,9 +308,9 @@ class CacheState:
     def end_reads(self, tier: int, slots: Sequence[int]) -> None:
         """Reads of these distinct slots have ended."""
         pool = self.pools[tier]
-        at, readers = as_i32(slots), i32_view(pool.readers)
-        readers[at] -= 1
-        idle = at[readers[at] == 0]
+        read, readers = as_i32(slots), i32_view(pool.readers)
+        readers[read] -= 1
+        idle = read[readers[read] == 0]
         state = u8_view(pool.state)[idle]
         ready = i32_view(pool.node)[idle[state == READY]]
         for each in {tier, self.coldest} if self.coldest_ranks_all else {tier}:
@@ -326,7 +326,7 @@ class CacheState:
         """
         pool = self.pools[tier]
         pool.readers[slot] -= 1
-        pool.fault.setdefault(slot, fault)
+        pool.invalid.setdefault(slot, fault)
         if pool.state[slot] == DRAINING:
             self._free_drained(tier, slot)
         elif tier and any(
@@ -341,8 +341,8 @@ class CacheState:
         invalid, self._invalid_copies = self._invalid_copies, []
         for tier, slot in invalid:
             pool = self.pools[tier]
-            if pool.state[slot] == READY and slot in pool.fault:
-                self.invalidate(pool.node[slot], tier, pool.fault[slot].value)
+            if pool.state[slot] == READY and slot in pool.invalid:
+                self.invalidate(pool.node[slot], tier, pool.invalid[slot].value)
 
     def invalidate(self, node: int, tier: int, cause: str) -> None:
         """Remove an invalid copy, and all copies that cannot be reached without it.
@@ -522,12 +522,12 @@ class CacheState:
             if not there.all():
                 self.policies[tier].record_uses(unique(used[~there]).tolist(), leaf=leaf and not there[0])
 
-    def recheck_evictable(self, at: npt.NDArray[np.int32], *, apart_from: int = -1) -> None:
+    def recheck_evictable(self, nodes: npt.NDArray[np.int32], *, apart_from: int = -1) -> None:
         """Nodes may have become evictable, in all tiers except `apart_from`."""
-        self.changes += bool(len(at))
+        self.changes += bool(len(nodes))
         for tier, policy in enumerate(self.policies):
             if tier != apart_from:
-                policy.release_held(at)
+                policy.release_held(nodes)
 
     def _recheck_evictable(self, node: int) -> None:
         """The same for one node."""

@@ -58,7 +58,7 @@ class Load:
         began: Time at which the load was scheduled, in seconds.
         is_whole: Whether the load counts only if all its chunks arrive. Any other counts up to the first missing one.
         requests: The requested keys, by name of the request.
-        of_first: How many of these keys are of the first group.
+        first_group_chunks: How many of these keys are of the first group.
         sources: For each scheduled chunk, the tier that it is read from, or was read from into the host tier before.
         not_scheduled: For each chunk that was not scheduled, which are the last ones, why.
         jobs: The jobs that copy it.
@@ -69,7 +69,7 @@ class Load:
     began: float = 0.0
     is_whole: bool = False
     requests: Sequence[tuple[str | None, Sequence[Key]]] = ()
-    of_first: int = 0
+    first_group_chunks: int = 0
     sources: list[str] = field(default_factory=list)
     not_scheduled: list[MissReason] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)
@@ -128,7 +128,7 @@ class Job:
 
     It is `commanded` unless the engine moves the bytes itself. `pending_ranks` are the ranks that have not reported,
     `waits` the waits of requests for its destination, by number; `request_number` that of the request that ordered it.
-    Of a read by the engine itself, `sources` are the tiers that its chunks, `of_first` group or not, are hits of.
+    Of a read by the engine itself, `sources` are the tiers that its chunks are hits of, `is_first_group` or not.
     """
 
     transfer: Transfer
@@ -138,7 +138,7 @@ class Job:
     commanded: bool = True
     request_number: int = 0
     sources: Sequence[str] = ()
-    of_first: bool = False
+    is_first_group: bool = False
     pending_ranks: set[int] = field(init=False)
     statuses: list[Status] = field(init=False)
     waits: dict[int, Waiter] = field(init=False, default_factory=dict)
@@ -229,7 +229,7 @@ class Waiters:
             job.waits[wait.number] = wait
             wait.jobs.add(job.transfer.job)
 
-    def ended(self, job: Job) -> None:
+    def job_ended(self, job: Job) -> None:
         """A read has ended: remove it from all waits."""
         for wait in job.waits.values():
             wait.jobs.discard(job.transfer.job)
@@ -267,7 +267,7 @@ class Transfers:
         self.settings = settings
         self.generation = generation
         self.jobs: dict[int, Job] = {}
-        self.outbox: list[Command] = []
+        self.commands: list[Command] = []
         self.waits = Waiters()
         self.now = 0.0
         self._last_id = 0
@@ -296,7 +296,7 @@ class Transfers:
             waits = self.jobs[job].waits
             del waits[wait.number]
             if not waits:
-                self.outbox.append(Cancel(job))
+                self.commands.append(Cancel(job))
         wait.jobs.clear()
         self.waits.close(wait.number)
 
@@ -310,14 +310,14 @@ class Transfers:
         If there is no such tier, a new generation begins.
         """
         self.waits.clear()
-        self.outbox += [Cancel(job) for job in self.jobs]
+        self.commands += [Cancel(job) for job in self.jobs]
         if first < len(self.state.tiers):
             self.state.reset_warmer(first)
             return
         self.generation += 1
         self.state.clear(WEIGHTS if weights else "")
         self.evictor.clear()
-        self.outbox.append(Reset(self.generation, weights))
+        self.commands.append(Reset(self.generation, weights))
 
     def apply(self, results: Sequence[TransferResult]) -> list[Load]:
         """Apply results; returns the loads of which a part has ended. Raises `JobError` with nothing changed."""
@@ -334,7 +334,7 @@ class Transfers:
             self._count(job, result)
             if job.report(result):
                 self._finish(self.jobs.pop(result.job))
-                self.waits.ended(job)
+                self.waits.job_ended(job)
                 if job.load is not None and job.load not in loads:
                     loads.append(job.load)
                 job.load = None  # avoids a reference cycle
@@ -358,7 +358,7 @@ class Transfers:
             ranks=self.settings.ranks,
         )
         self.jobs[job] = Job(transfer)
-        self.outbox.append(transfer)
+        self.commands.append(transfer)
         return job
 
     def withdraw(self, job: int) -> None:
@@ -436,7 +436,7 @@ class Transfers:
         if destination is not None and self.state.log.on:
             self.state.log.record(EventKind.ORDERED, keys, tier=self._name(destination.tier))
         if command:
-            self.outbox.append(transfer)
+            self.commands.append(transfer)
         return record
 
     def schedule_copies(
@@ -490,18 +490,18 @@ class Transfers:
         writing = job.transfer.urgency is Urgency.WRITE
         if job.source is not None:
             pool = state.pools[job.source.tier]
-            job.fail_invalid_sources(pool.fault, pool.writer)
+            job.fail_invalid_sources(pool.invalid, pool.writer)
         good = statuses.count(Status.OK) == len(statuses)
         if writing:
-            at = job.transfer.route.destination if job.destination is None else job.destination.tier
-            self.writing[at] -= len(statuses)
+            into = job.transfer.route.destination if job.destination is None else job.destination.tier
+            self.writing[into] -= len(statuses)
         if job.destination is not None and not good:
             tier, slots = job.destination
             for slot, status in zip(slots, statuses, strict=True):
                 if status is not Status.OK:
                     self._fail(tier, slot, status, writing=writing)
         if job.sources:
-            state.counters.count_reads(job.sources, statuses, self.settings.first_tokens if job.of_first else 0)
+            state.counters.count_reads(job.sources, statuses, self.settings.first_tokens if job.is_first_group else 0)
         if job.source is not None:
             self._end_reads(job.source, statuses, blame=not good and not writing)
         if job.destination is not None:

@@ -186,24 +186,24 @@ class Outcome(NamedTuple):
 class ScheduledStore(NamedTuple):
     """Result of `store` for one group: the chunks at `positions` of the keys, in order, are written to `slots`.
 
-    `job` is `None` if no chunk was accepted. `kept` is the number of leading chunks of the path that are in a tier or
-    on their way into one, including those before `start`; `already_stored` are the positions of given chunks that a
-    tier had before. With `retry`, there is no room yet, and backups that make room are in flight: nothing was accepted,
-    and the call can be repeated. `later` are the positions that follow the accepted ones of a `stream`, for which room
-    is being
-    made: the call can be repeated for them.
+    `job` is `None` if no chunk was accepted. `stored_prefix` is the number of leading chunks of the path that are in a
+    tier or on their way into one, including those before `start`; `already_stored` are the positions of given chunks
+    that a tier had before. With `retry`, there is no room yet, and backups that make room are in flight: nothing was
+    accepted, and the call can be repeated. `later` are the positions that follow the accepted ones of a `stream`, for
+    which room is being made: the call can be repeated for them.
     """
 
     job: int | None
     positions: Sequence[int] = ()
     slots: Addresses = Addresses(Slots("", 0, ()))
-    kept: int = 0
+    stored_prefix: int = 0
     already_stored: Sequence[int] = ()
     retry: bool = False
     later: Sequence[int] = ()
 
 
 ScheduledStore.known = former_name("known", "already_stored")  # type: ignore[attr-defined]
+ScheduledStore.kept = former_name("kept", "stored_prefix")  # type: ignore[attr-defined]
 
 
 def origins_of(keys: Sequence[Key], tiers: list[str], origins: Mapping[Key, str] | None) -> list[str]:
@@ -340,19 +340,19 @@ class Histogram:
 
     def observe(self, value: float, request: str | None = None) -> None:
         """Count one observation, made for `request`."""
-        at = bisect_left(self.bounds, value)
-        self.counts[at] += 1
+        bucket = bisect_left(self.bounds, value)
+        self.counts[bucket] += 1
         self.total += value
         if request is not None:
-            self.examples[at] = request, value
+            self.examples[bucket] = request, value
         if self.recent is not None:
             self.recent.append(value)
 
     def observe_all(self, values: npt.NDArray[np.float64]) -> None:
         """Count several observations, shape `(n,)`."""
         found = np.bincount(np.searchsorted(self.bounds, values), minlength=len(self.counts))
-        for at in np.flatnonzero(found).tolist():
-            self.counts[at] += int(found[at])
+        for bucket in np.flatnonzero(found).tolist():
+            self.counts[bucket] += int(found[bucket])
         self.total += float(values.sum())
         if self.recent is not None:
             self.recent.extend(values.tolist())
@@ -441,10 +441,10 @@ class Counters:
         self.count_hits(hits, hits, tokens)
         self.misses.update(MissReason.of(status) for status in statuses if status is not Status.OK)
 
-    def count_hits(self, chunks: Sources, of_first: Sources, tokens: int) -> None:
-        """Count chunks that were loaded; `of_first` are those of the first group, of `tokens` tokens each."""
+    def count_hits(self, chunks: Sources, first_group: Sources, tokens: int) -> None:
+        """Count chunks that were loaded; `first_group` are those of the first group, of `tokens` tokens each."""
         self.hits.update(chunks)
-        self.hit_tokens.update({tier: count * tokens for tier, count in Counter(of_first).items()})
+        self.hit_tokens.update({tier: count * tokens for tier, count in Counter(first_group).items()})
 
     def observe_load(self, sources: Sources, seconds: float, asked: Sequence[tuple[str | None, Sequence[Key]]]) -> None:
         """Enter a load for the requests `asked` into the histogram of the slowest of `sources`, if there is one."""

@@ -64,7 +64,7 @@ class _LoggedCall(NamedTuple):
 class WrittenCalls(NamedTuple):
     """Content of a file: arguments of the cache, its last calls, and whether these are all its calls."""
 
-    made_of: tuple[Any, ...]
+    constructor_arguments: tuple[Any, ...]
     calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]]
     is_whole: bool
 
@@ -81,7 +81,7 @@ class CallLog:
         self._kept: deque[_LoggedCall] = deque()
         self._idle: dict[str, _LoggedCall] = {}
         """Idle calls after the recorded ones, except the call in progress."""
-        self._made_of = cache.made_of
+        self._constructor_arguments = cache.constructor_arguments
         self._bytes = 0
         self._is_whole = not any(tier.used for tier in cache.stats())
         self._on_fault = on_fault
@@ -153,7 +153,7 @@ class CallLog:
     def write(self) -> Path | None:
         """Write the calls, without prompt tokens, to a new file for replay; returns its path, `None` on failure."""
         with contextlib.suppress(OSError, PicklingError, TypeError, AttributeError):
-            written = WrittenCalls(self._made_of, [each[:3] for each in self.calls], self._is_whole)
+            written = WrittenCalls(self._constructor_arguments, [each[:3] for each in self.calls], self._is_whole)
             number, name = tempfile.mkstemp(prefix="longshore-calls-", suffix=".pickle")
             with os.fdopen(number, "wb") as file:
                 dump(tuple(written), file)

@@ -139,7 +139,7 @@ def _known_after(
     known = cache.lookup({0: GroupKeys(rest)}, now, protect=Protection.NONE, independent=True, remote_tiers=asked)
     stores = list(takewhile(bool, known.remote_sources.get(0, ())))
     runs = [Run(name, len(list(same))) for name, same in groupby(stores)]
-    count, longest = sum(run.num_chunks for run in runs), fetch_timeout(runtime, cache, runs, now)
+    count, timeout = sum(run.num_chunks for run in runs), fetch_timeout(runtime, cache, runs, now)
     if count and runtime.gate is not None and not is_agreed:
         count = runtime.gate.worth_loading(context, runs, now, for_prefetch=for_prefetch)
-    return _Fetchable(known.probes, begin, stores, count, longest)
+    return _Fetchable(known.probes, begin, stores, count, timeout)

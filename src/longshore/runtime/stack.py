@@ -241,8 +241,8 @@ class Stack:
                     on_job(scheduled.job, [block for i in at for block in mine[i * per_chunk : (i + 1) * per_chunk]])
             if scheduled.retry:
                 runtime.wait_idle(left, except_to=runtime.remote_tiers)  # a store that hangs makes no room
-            elif scheduled.kept < end or end == len(names):
-                return scheduled.kept
+            elif scheduled.stored_prefix < end or end == len(names):
+                return scheduled.stored_prefix
             else:
                 first = end
 

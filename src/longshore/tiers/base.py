@@ -100,7 +100,7 @@ class Tier(ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Raises `TypeError` for a tier that defines methods under their former names: they would not be called."""
-        for old, new in {"discard": "delete_records", "forget": "reset"}.items():
+        for old, new in {"discard": "delete_records", "forget": "reset", "is_away": "is_unavailable"}.items():
             if old in vars(cls):
                 raise TypeError(f"{cls.__name__}.{old} is not called any more: rename it to {new}")
         super().__init_subclass__(**options)
@@ -155,9 +155,11 @@ class Tier(ABC):
         return {}
 
     @property
-    def is_away(self) -> bool:
+    def is_unavailable(self) -> bool:
         """Whether operations end as `Status.UNAVAILABLE` at present."""
         return False
+
+    is_away = former_name("is_away", "is_unavailable")
 
     @property
     def trouble(self) -> str:
@@ -165,7 +167,7 @@ class Tier(ABC):
         found = self.failures
         if found.get("off"):
             return "disabled after repeated I/O errors"
-        if self.is_away:
+        if self.is_unavailable:
             return "unavailable: its process or disk does not respond, or its circuit breaker is open"
         return "read-only after repeated write errors" if found.get("read_only") else ""
 
@@ -193,7 +195,7 @@ class KeyedTier(Tier):
     def answers(self) -> Sequence[tuple[int, tuple[bool, ...] | None]]:
         """Answers that arrived since the last call, without waiting: a ticket, and whether each key is there.
 
-        `None` instead: the tier cannot say, because it is away.
+        `None` instead: the tier cannot say, because it is unavailable.
         """
 
 

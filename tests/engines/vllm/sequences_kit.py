@@ -35,7 +35,7 @@ class SlowTier(Tier):
     """A file tier in memory, whose operations end when they are told to."""
 
     name = FILE
-    is_stalled = is_away = False
+    is_stalled = is_unavailable = False
 
     def __init__(self, slabs: Slabs, image_bytes: tuple[int, ...], arena: Any) -> None:
         self.slabs, self.image_bytes, self._arena = slabs, image_bytes, arena

@@ -191,7 +191,7 @@ def test_what_is_redirected_at_closing_is_not_sent_on(servers: tuple[Redirecting
     tier = ClusterTier(url, arena=Arena(IMAGE), image_bytes=IMAGE, namespace=bytes(32))
     tier.submit([TierOp(Op.WRITE, BY_KEY, key(1), None, 0, IMAGE, 0)], math.inf)
     give_up = time.monotonic() + 30
-    while tier.ended == 0:  # at its first node
+    while tier.completed == 0:  # at its first node
         assert time.monotonic() < give_up
         time.sleep(0.001)
     tier.close()

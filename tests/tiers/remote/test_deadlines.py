@@ -361,12 +361,12 @@ def test_probes_that_hang_open_the_breaker_and_then_nothing_waits(hung: tuple[Dr
     tier = driver.tier
     waiting = tier.submit([TierOp(Op.READ, BY_KEY, key(1), None, 0, IMAGE, 0)], math.inf)
     for _ in range(3):
-        assert not tier.is_away
+        assert not tier.is_unavailable
         tier.ask([key(1)], 0, math.inf)
         while tier._asking is None and not tier._is_stuck:  # until the thread has it
             pass
         driver.run(0.1)
-    assert tier.is_away
+    assert tier.is_unavailable
     assert driver.ended[waiting][0] == (Status.UNAVAILABLE,)
     late = tier.submit([TierOp(Op.READ, BY_KEY, key(1), None, 0, IMAGE, 0)], math.inf)
     asked = tier.ask([key(1)], 0, math.inf)
@@ -397,7 +397,7 @@ def test_a_fault_in_health_checks_is_logged_once(caplog: pytest.LogCaptureFixtur
     )
     driver = Driver(tier, clock)
     try:
-        while not tier.is_away:
+        while not tier.is_unavailable:
             tier.submit([TierOp(Op.READ, BY_KEY, key(1), None, 0, IMAGE, 0)], math.inf)
             driver.run(0.02)
         assert not [each for each in caplog.records if each.exc_info]

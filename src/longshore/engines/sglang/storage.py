@@ -315,11 +315,11 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         if before is None:
             raise EngineError(f"SGLang does not say what precedes a page: set {PREFIX_KEYS} in its extra configuration")
         pages, part = self._kv.pages.pages(indices, len(names)), GroupKeys(digests([*before, *names]), len(before))
-        longest = self.settings.write_timeout
+        timeout = self.settings.write_timeout
         waits = self._kv.staging is None and self._runtime.clock() >= self._kv.no_wait_until
-        with self._kv.bounded(longest) as jobs:
-            timeout = longest if waits else 0.0
-            kept = self._kv.stack.store_path(part, pages, lambda job, blocks: jobs.append(job), timeout=timeout)
+        with self._kv.bounded(timeout) as jobs:
+            wait = timeout if waits else 0.0
+            kept = self._kv.stack.store_path(part, pages, lambda job, blocks: jobs.append(job), timeout=wait)
         return max(0, kept - len(before))
 
     def _note(self, asked: _LookedUp, keys: Sequence[Key]) -> None:

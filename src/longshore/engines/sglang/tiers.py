@@ -188,15 +188,15 @@ class PoolTiers:
             )
 
     @contextlib.contextmanager
-    def bounded(self, longest: float) -> Iterator[list[int]]:
-        """A call of at most `longest` seconds: its jobs, to be filled in. Afterwards no copy touches their pages."""
-        jobs, deadline = list[int](), self.runtime.clock() + longest
+    def bounded(self, timeout: float) -> Iterator[list[int]]:
+        """A call of at most `timeout` seconds: its jobs, to be filled in. Afterwards no copy touches their pages."""
+        jobs, deadline = list[int](), self.runtime.clock() + timeout
         try:
             yield jobs
         finally:
             self.let_go(jobs)
             if self.runtime.clock() >= deadline:
-                self.no_wait_until = deadline + longest
+                self.no_wait_until = deadline + timeout
 
     # ------------------------------------------------------------------ independent pages, each a path of its own
 

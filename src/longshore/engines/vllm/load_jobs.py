@@ -376,9 +376,9 @@ class RemoteFetches:
                 return found
             tiers = [names.get(key) or tier for key, tier in zip(ends, tiers_of(found), strict=True)]
             sent = Counter(names[key] for key in absent if names[key] and key[-GROUP_BYTES:] == first[-GROUP_BYTES:])
-            longest = fetch_timeout(self._runtime, cache, [Run(*each) for each in sent.items()], now)
+            timeout = fetch_timeout(self._runtime, cache, [Run(*each) for each in sent.items()], now)
             request.load_limit = load_limit(self._runtime.gate, ends, tiers, first, now)
-            coming = self._fetch(cache, request, ends, {key for key in absent if names[key]}, now, longest)
+            coming = self._fetch(cache, request, ends, {key for key in absent if names[key]}, now, timeout)
         request.origins.update((key, names[key]) for key in coming)
         return _with_in_flight(found, ends, coming)
 
@@ -399,7 +399,7 @@ class RemoteFetches:
         ends: Mapping[OffloadKey, int],
         there: set[OffloadKey],
         now: float,
-        longest: float | None,
+        timeout: float | None,
     ) -> set[OffloadKey]:
         """Fetch the chunks that stores have, up to the load limit; returns those that are in flight now."""
         keys = list(ends)
@@ -416,7 +416,7 @@ class RemoteFetches:
             if window is not None:
                 wanted = [key for key in wanted if ends[key] > reach - (window + 1) * tokens and key in there]
             if wanted:
-                cache.prefetch({group: GroupKeys(request.cache_keys(wanted))}, now, timeout=longest)
+                cache.prefetch({group: GroupKeys(request.cache_keys(wanted))}, now, timeout=timeout)
         return _keys_in_tiers(cache, request, [key for key in keys if key in there])
 
 

@@ -104,7 +104,7 @@ class OffloadingMetrics:
         if found[first] is not Presence.ABSENT:
             if not timed_out and not stalled and not (was_prefetched and found[first] is Presence.COLDER):
                 return None
-            away = self._file is not None and self._file.is_away
+            away = self._file is not None and self._file.is_unavailable
             reason = MissReason.DEADLINE if timed_out else MissReason.UNAVAILABLE if away else MissReason.NO_ROOM
         behind = found[first + 1 :]
         absent = behind.count(Presence.ABSENT)

@@ -117,7 +117,7 @@ class TierHostServer:
             self._send(Kind.OPENED, wire.pack_opened(opened))
         else:
             self._send(Kind.OPENED, wire.pack_json(self._reported))
-        tier.call_at_end(partial(os.eventfd_write, self._ended, 1))
+        tier.set_completion_callback(partial(os.eventfd_write, self._ended, 1))
         while True:
             is_idle = not self._tickets and not self._asked
             if is_idle:
@@ -175,7 +175,7 @@ class TierHostServer:
         with contextlib.suppress(OSError):  # the engine has ended
             while True:
                 self._busy.wait()
-                self._send(Kind.ALIVE, wire.NUMBER.pack(0 if self._tier is None else self._tier.ended))
+                self._send(Kind.ALIVE, wire.NUMBER.pack(0 if self._tier is None else self._tier.completed))
                 time.sleep(HEARTBEAT)
 
     def _send(self, kind: Kind, body: bytes) -> None:
@@ -187,7 +187,7 @@ class TierHostServer:
 
 def failures_of(tier: FileTier | StoreTier) -> dict[str, int]:
     """Its counts of failures; of a store also whether it is away."""
-    away = {AWAY: int(tier.is_away)} if isinstance(tier, StoreTier) else {}
+    away = {AWAY: int(tier.is_unavailable)} if isinstance(tier, StoreTier) else {}
     return {**tier.failures, **away}
 
 

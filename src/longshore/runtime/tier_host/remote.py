@@ -77,9 +77,9 @@ class HostedRemoteTier(HostedTier, KeyedTier):
         return self._namespace.current
 
     @property
-    def is_away(self) -> bool:
+    def is_unavailable(self) -> bool:
         """Whether the store is left alone, or no process serves it. All operations are misses then."""
-        return bool(self._failures[AWAY]) or super().is_away
+        return bool(self._failures[AWAY]) or super().is_unavailable
 
     @property
     def failures(self) -> Mapping[str, int]:
@@ -92,7 +92,7 @@ class HostedRemoteTier(HostedTier, KeyedTier):
         check_question(keys, generation, self.generation)
         ticket = self._new_ticket()
         self._asked[ticket] = len(keys)
-        if self.is_away or not self._send(Kind.ASK, wire.pack_ask(ticket, generation, deadline, keys)):
+        if self.is_unavailable or not self._send(Kind.ASK, wire.pack_ask(ticket, generation, deadline, keys)):
             self._answer(ticket, None)
         return ticket
 
@@ -130,8 +130,8 @@ class HostedRemoteTier(HostedTier, KeyedTier):
         self._send(Kind.RESET, wire.RESET.pack(self.generation, self.namespace))
 
     @property
-    def _is_owed(self) -> bool:
-        return super()._is_owed or bool(self._asked)
+    def _expects_reply(self) -> bool:
+        return super()._expects_reply or bool(self._asked)
 
     def _handle(self, kind: Kind, body: bytes) -> None:
         if kind is Kind.ANSWER:

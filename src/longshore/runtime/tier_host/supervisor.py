@@ -85,9 +85,9 @@ class HostProcess:
         self._flush()
 
     def receive(self) -> list[tuple[Kind, bytes]]:
-        """Answers since the last call."""
+        """Replies since the last call."""
         self._flush()
-        heard: list[tuple[Kind, bytes]] = []
+        received: list[tuple[Kind, bytes]] = []
         while not self.is_eof:
             try:
                 data = os.read(self._replies, _PIPE_READ_BYTES)
@@ -95,19 +95,19 @@ class HostProcess:
                 break
             self.is_eof = not data
             try:
-                heard += self._frames.feed(data)
+                received += self._frames.feed(data)
             except WireError as error:
                 self.reject(error)
-        return heard
+        return received
 
     def reject(self, error: Exception) -> None:
-        """Ignore the process after an invalid message; the watch kills it."""
+        """Ignore the process after an invalid message; the supervisor kills it."""
         message = "%s tier: tier host (process %d) killed, because it sent an invalid message: %s; report this"
         _log.error(message, self._tier, self.pid, error)
         self.is_eof = True
 
     def wait(self, timeout: float | None) -> None:
-        """Block for at most `timeout` seconds until an answer arrives, or unsent bytes can be sent."""
+        """Block for at most `timeout` seconds until a reply arrives, or unsent bytes can be sent."""
         either = select.poll()  # unlike `select`, whatever the numbers of the descriptors
         either.register(self._replies, select.POLLIN)
         if self._unsent:
@@ -172,14 +172,14 @@ STABLE = 60.0
 
 
 class ReceivedFrames(NamedTuple):
-    """Answers since the last look, and whether the process was reaped."""
+    """Replies since the last `poll`, and whether the process was reaped."""
 
     frames: list[tuple[Kind, bytes]]
     died: bool
 
 
 class SilenceTimer:
-    """Seconds waited for an event, as observed by calls of `look`.
+    """Seconds waited for an event, as observed by calls of `update`.
 
     Each call adds at most one second, so that the time of a suspended process does not count.
     """
@@ -191,10 +191,10 @@ class SilenceTimer:
         self._clock = clock
         self._last = clock()
 
-    def look(self, *, over: bool) -> None:
-        """Update the time. `over`: the event has occurred, or nothing is expected."""
+    def update(self, *, is_over: bool) -> None:
+        """Update the time. `is_over`: the event has occurred, or nothing is expected."""
         now = self._clock()
-        self.seconds = 0.0 if over else self.seconds + min(now - self._last, self.MOST)
+        self.seconds = 0.0 if is_over else self.seconds + min(now - self._last, self.MOST)
         self._last = now
 
 
@@ -229,16 +229,16 @@ class HostSupervisor:
         self.process = self._start()
         return self.process
 
-    def look(self, *, owed: bool) -> ReceivedFrames:
+    def poll(self, *, expects_reply: bool) -> ReceivedFrames:
         """Receive replies. Starts a process if there is none and the delay is over.
 
-        `owed`: whether replies are expected.
+        `expects_reply`: whether a reply is due.
         """
         if self.process is None:
             self._begin_if_due()
             return ReceivedFrames([], died=False)
         frames = self.process.receive()
-        self.kill_if_silent(self.process, over=bool(frames) or not owed)
+        self.kill_if_silent(self.process, is_over=bool(frames) or not expects_reply)
         if self.process.is_eof:
             self.process.kill()  # it may live on with its pipe closed
             if self.process.reaped:
@@ -246,9 +246,9 @@ class HostSupervisor:
                 return ReceivedFrames(frames, died=True)
         return ReceivedFrames(frames, died=False)
 
-    def kill_if_silent(self, process: HostProcess, *, over: bool) -> None:
-        """Kill a process that has been silent for too long; `over`: it has sent a message, or none is expected."""
-        self._silence.look(over=over)
+    def kill_if_silent(self, process: HostProcess, *, is_over: bool) -> None:
+        """Kill a process that has been silent for too long; `is_over`: it has sent a message, or none is expected."""
+        self._silence.update(is_over=is_over)
         if self._silence.seconds >= SILENCE:
             message = "%s tier: tier host (process %d) killed: no message for %.0f s; look at the load of the machine"
             _log.error(message, self._tier, process.pid, SILENCE)

@@ -117,7 +117,7 @@ class HostedTier(Tier):
         return self._supervisor.is_quiet
 
     @property
-    def is_away(self) -> bool:
+    def is_unavailable(self) -> bool:
         """Whether no process has opened the tier, or it is stalled or silent. All operations are misses then."""
         return not self._is_open or self.is_stalled
 
@@ -129,7 +129,7 @@ class HostedTier(Tier):
         check_batch(batch, deadline, slabs=slabs, image_bytes=sizes, arena_bytes=nbytes, last_reset=last)
         ticket = self._new_ticket()
         self._in_flight[ticket] = len(batch)
-        if self.is_away or not self._send(Kind.SUBMIT, wire.pack_submit(ticket, deadline, batch)):
+        if self.is_unavailable or not self._send(Kind.SUBMIT, wire.pack_submit(ticket, deadline, batch)):
             self._end(ticket, Status.UNAVAILABLE)
         return ticket
 
@@ -172,7 +172,7 @@ class HostedTier(Tier):
         raise NotImplementedError
 
     @property
-    def _is_owed(self) -> bool:
+    def _expects_reply(self) -> bool:
         """Whether answers are expected."""
         return bool(self._in_flight) or not self._is_open
 
@@ -208,7 +208,7 @@ class HostedTier(Tier):
         try:
             while not self._is_open:
                 process.wait(SilenceTimer.MOST)
-                frames, died = self._supervisor.look(owed=True)
+                frames, died = self._supervisor.poll(expects_reply=True)
                 for kind, body in frames:
                     if kind is Kind.REFUSED:
                         raise _refusal(body)
@@ -230,7 +230,7 @@ class HostedTier(Tier):
         return self._is_open
 
     def _receive(self) -> None:
-        frames, died = self._supervisor.look(owed=self._is_owed)
+        frames, died = self._supervisor.poll(expects_reply=self._expects_reply)
         self._handle_all(frames)
         if died:
             self._is_open = False
@@ -275,7 +275,7 @@ class HostedTier(Tier):
             process.wait(min(left, SilenceTimer.MOST))
             frames = process.receive()
             self._handle_all(frames)
-            self._supervisor.kill_if_silent(process, over=bool(frames))
+            self._supervisor.kill_if_silent(process, is_over=bool(frames))
         if not process.wait_reaped(max(0.0, deadline - time.monotonic())):
             process.kill()
             if not process.wait_reaped(_KILL_TIMEOUT):
@@ -324,7 +324,7 @@ class HostedFileTier(HostedTier):
         """File for resets that no tier host has confirmed."""
         self._progress_timer = SilenceTimer(clock)
         self._ended = self._ended_before = 0
-        """Operations completed by the process, as reported; and the number at the last look."""
+        """Operations completed by the process, as reported; and the number at the last `_receive`."""
         self._stalls = 0
         self._fallbacks: Mapping[str, int] = {}
         self._found = StoredChunks.of(())
@@ -448,7 +448,7 @@ class HostedFileTier(HostedTier):
         """Detect a stalled disk: no operation completed, not counting late and cancelled ones."""
         was, moved = self._is_stalled, self._ended != self._ended_before
         self._ended_before = self._ended
-        self._progress_timer.look(over=moved or not self._in_flight)
+        self._progress_timer.update(is_over=moved or not self._in_flight)
         if self._is_stalled and not was:
             self._stalls += 1
             _log.error(

@@ -76,31 +76,31 @@ TASK_BYTES = 8 << 20
 TASK_RECORDS = 32
 """In one task, at most."""
 
-Task = tuple[int, ...]
-"""Positions in the batch, in the order of their records."""
+OpIndices = tuple[int, ...]
+"""The operations of a task: their indices in the batch, in the order of their records."""
 
 
 def coalesce(
-    batch: Sequence[TierOp], position: Callable[[TierOp], int], can_coalesce: Callable[[TierOp], bool]
-) -> list[Task]:
-    """The tasks of `batch`, each position in one; the operations of each are of one kind, and of one generation.
+    batch: Sequence[TierOp], file_offset: Callable[[TierOp], int], can_coalesce: Callable[[TierOp], bool]
+) -> list[OpIndices]:
+    """The tasks of `batch`, each operation in one; the operations of each are of one kind, and of one generation.
 
-    `position` is the byte where a record begins; `can_coalesce` says whether one can be moved together with others.
+    `file_offset` says where a record begins; `can_coalesce` says whether one can be moved together with others.
     """
     if len(batch) == 1:
         return [(0,)]
-    order = sorted((op.op is Op.WRITE, position(op), at) for at, op in enumerate(batch))
+    order = sorted((op.op is Op.WRITE, file_offset(op), index) for index, op in enumerate(batch))
     tasks: list[list[int]] = []
     kind = None  # of the operations in the task that may go on
     nbytes = 0  # of its images
-    for _, _, at in order:
-        op = batch[at]
+    for _, _, index in order:
+        op = batch[index]
         mine = (op.op, op.generation) if can_coalesce(op) else None
         fits = nbytes + op.length <= TASK_BYTES and mine is not None
         if fits and mine == kind and len(tasks[-1]) < TASK_RECORDS:
-            tasks[-1].append(at)
+            tasks[-1].append(index)
         else:
-            tasks.append([at])
+            tasks.append([index])
             kind, nbytes = mine, 0
         nbytes += op.length
     return [tuple(task) for task in tasks]
@@ -119,8 +119,8 @@ class Executor:
     Public methods are thread-safe; the others run in the executor's thread.
 
     Attributes:
-        ended: Operations that were carried out.
-        at_end: Called, with the lock held, when a batch has ended; what it raises is logged.
+        completed: Number of operations that were carried out.
+        on_batch_end: Called, with the lock held, when a batch has ended; what it raises is logged.
     """
 
     def __init__(
@@ -138,8 +138,8 @@ class Executor:
         `run_task` carries out the operations of a task and returns a status for each. `depth`: with as many pieces in
         the queue, no further task is submitted. The queue is closed with this.
         """
-        self.ended = 0
-        self.at_end: Callable[[], None] = lambda: None
+        self.completed = 0
+        self.on_batch_end: Callable[[], None] = lambda: None
         self._queue = queue
         self._segment = segment
         self._run_task = run_task
@@ -170,7 +170,7 @@ class Executor:
             queue.close()
             raise TierError(f"{name}: cannot start thread: {error}") from error
 
-    def submit(self, ops: Sequence[TierOp], tasks: Sequence[Task], deadline: float) -> int:
+    def submit(self, ops: Sequence[TierOp], tasks: Sequence[OpIndices], deadline: float) -> int:
         """Queue checked `ops`, all of them in `tasks`, each of one kind; a ticket."""
         with self._lock:
             if self._closed:
@@ -235,7 +235,7 @@ class Executor:
             del self._open[batch.ticket]
             self._results.append(batch.result())
             try:
-                self.at_end()
+                self.on_batch_end()
             except Exception:  # noqa: BLE001 - the batch has ended all the same
                 message = "file tier: the callback of batch %d raised; its results wait for the next poll; report this"
                 _log.exception(message, batch.ticket)
@@ -254,7 +254,7 @@ class Executor:
             self._stop()
             self._queue.close()  # waits for I/O in flight; only then may its memory be reused
             for task in list(self._begun):
-                self._end(task, [_status_of(error)] * len(task.at))
+                self._end(task, [_status_of(error)] * len(task.indices))
 
     def _run(self) -> None:
         while True:
@@ -266,8 +266,8 @@ class Executor:
                 if self._closed and not self._moving:
                     return
                 ended = [(*self._moving.pop(number), moved) for number, moved in self._queue.reap()]
-                for task, at, moved in ended:  # their numbers may be reused from here on
-                    self._arrive(task, at, moved)
+                for task, index, moved in ended:  # their numbers may be reused from here on
+                    self._arrive(task, index, moved)
 
     def _begin_next(self) -> bool:
         """Begin the next task, if there is one and room to prepare it. Returns whether one began."""
@@ -287,7 +287,7 @@ class Executor:
                 if not task.batch.late(now):
                     task.begin(now)
                     return task
-                task.end([Status.DEADLINE] * len(task.at), now)
+                task.end([Status.DEADLINE] * len(task.indices), now)
                 self._report_if_ended(task.batch)
         return None
 
@@ -322,30 +322,30 @@ class Executor:
                 self._fail(task, error)
             else:
                 self._room[task.writing] -= task.nbytes
-                self._moving.update((number, (task, at)) for at, number in enumerate(numbers))
+                self._moving.update((number, (task, index)) for index, number in enumerate(numbers))
 
-    def _arrive(self, task: _Task, at: int, moved: int) -> None:
+    def _arrive(self, task: _Task, index: int, moved: int) -> None:
         """A piece has ended after `moved` bytes; submit the rest, if it can be retried."""
-        piece, size = task.pieces[at], task.pieces[at].nbytes
+        piece, size = task.pieces[index], task.pieces[index].nbytes
         if moved < 0 and -moved not in _ANSWERS:
             moved = self._segment.move(piece, writing=task.writing)
         if moved >= size:
             status = Status.OK
-        elif (rest := task.rest(at, moved, DISK_PAGE if self._segment.direct else 1)) is not None:
+        elif (rest := task.rest(index, moved, DISK_PAGE if self._segment.direct else 1)) is not None:
             (number,) = self._queue.submit([rest], writing=task.writing)
-            self._moving[number] = task, at
+            self._moving[number] = task, index
             return
         elif moved >= 0:
             status = Status.IO_ERROR if task.writing else Status.SHORT
         else:
             status = _FAILURES.get(-moved, Status.IO_ERROR)
-        if task.arrive(at, status):
+        if task.arrive(index, status):
             self._room[task.writing] += task.nbytes
             self._completed.append(task)
 
     def _fail(self, task: _Task, error: Exception) -> None:
         """End a task that raised an unexpected `error`, while it is being handled."""
-        op, count = task.ops[0].op, len(task.at)
+        op, count = task.ops[0].op, len(task.indices)
         message = "internal error of the file tier: a %s of %d slots from slot %d on failed; report this"
         log_seldom(_log, message, op.op.value, count, op.slot)
         self._end(task, [_status_of(error)] * count)
@@ -355,7 +355,7 @@ class Executor:
         self._stagings.append(task.staging)
         with self._lock:
             task.end(statuses, time.monotonic())
-            self.ended += len(task.at)
+            self.completed += len(task.indices)
             self._report_if_ended(task.batch)
         if self._completed:
             time.sleep(_MOMENT)
@@ -367,7 +367,7 @@ def _status_of(error: Exception) -> Status:
 
 
 class _Task:
-    """Operations `at` some positions of a batch: queued, then executed as a whole, or ended early as a whole.
+    """The operations of a batch at `indices`: queued, then executed as a whole, or ended early as a whole.
 
     Attributes, once it has begun:
         ops: The operations.
@@ -381,9 +381,9 @@ class _Task:
         "_left",
         "_retries_left",
         "_statuses",
-        "at",
         "batch",
         "coroutine",
+        "indices",
         "nbytes",
         "ops",
         "pieces",
@@ -394,27 +394,27 @@ class _Task:
     staging: Staging
     coroutine: IoCoroutine[Sequence[Status]]
 
-    def __init__(self, batch: OpBatch, at: Task, first: int) -> None:
+    def __init__(self, batch: OpBatch, indices: OpIndices, first: int) -> None:
         self.batch = batch
-        self.at = at
+        self.indices = indices
         self._first = first
         self._statuses: list[Status] = []  # before it has begun
 
     @property
     def pending(self) -> bool:
         """Whether it can be begun."""
-        return self.batch.pending(self.at[0])
+        return self.batch.pending(self.indices[0])
 
     def begin(self, now: float) -> None:
         """Record that all operations begin."""
-        for each in self.at:
+        for each in self.indices:
             self.batch.begin(each, now)
-        self.ops = [NumberedOp(self.batch.ops[each], self._first + each) for each in self.at]
+        self.ops = [NumberedOp(self.batch.ops[each], self._first + each) for each in self.indices]
         self.nbytes = sum(op.length for op, _ in self.ops)
 
     def end(self, statuses: Sequence[Status], now: float) -> None:
         """Record that all operations have ended."""
-        for each, status in zip(self.at, statuses, strict=True):
+        for each, status in zip(self.indices, statuses, strict=True):
             self.batch.end(each, status, now)
 
     def advance(self) -> None:
@@ -425,22 +425,22 @@ class _Task:
         self._statuses = [Status.IO_ERROR] * self._left
         self._retries_left = [_INTERRUPTIONS] * self._left
 
-    def rest(self, at: int, moved: int, page: int) -> Piece | None:
+    def rest(self, index: int, moved: int, page: int) -> Piece | None:
         """The rest of a piece after `moved` bytes; `None` if it must not be retried.
 
         Direct I/O continues from the start of a `page`, whose first bytes move a second time.
         """
-        if moved == -errno.EINTR and self._retries_left[at]:
-            self._retries_left[at] -= 1
+        if moved == -errno.EINTR and self._retries_left[index]:
+            self._retries_left[index] -= 1
         elif moved >= page:
-            self._retries_left[at] = _INTERRUPTIONS
-            self.pieces[at] = self.pieces[at].after(moved // page * page)
+            self._retries_left[index] = _INTERRUPTIONS
+            self.pieces[index] = self.pieces[index].after(moved // page * page)
         else:
             return None
-        return self.pieces[at]
+        return self.pieces[index]
 
-    def arrive(self, at: int, status: Status) -> bool:
+    def arrive(self, index: int, status: Status) -> bool:
         """Record the status of a piece; returns whether it was the last."""
-        self._statuses[at] = status
+        self._statuses[index] = status
         self._left -= 1
         return not self._left

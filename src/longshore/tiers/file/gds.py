@@ -71,13 +71,13 @@ class CuFile:
             self.close()
             raise
 
-    def read(self, offset: int, nbytes: int, position: int) -> None:
-        """`nbytes` of the file from `position` on, to `offset` of the memory."""
-        self._move("read", offset, nbytes, position)
+    def read(self, offset: int, nbytes: int, file_offset: int) -> None:
+        """`nbytes` of the file from `file_offset` on, to `offset` of the memory."""
+        self._move("read", offset, nbytes, file_offset)
 
-    def write(self, offset: int, nbytes: int, position: int) -> None:
-        """`nbytes` of the memory from `offset` on, to `position` of the file."""
-        self._move("write", offset, nbytes, position)
+    def write(self, offset: int, nbytes: int, file_offset: int) -> None:
+        """`nbytes` of the memory from `offset` on, to `file_offset` of the file."""
+        self._move("write", offset, nbytes, file_offset)
 
     def close(self) -> None:
         """Deregister memory and file, and close the library; errors are ignored. Idempotent."""
@@ -88,8 +88,8 @@ class CuFile:
             except DeviceError:
                 continue
 
-    def _move(self, name: str, offset: int, nbytes: int, position: int) -> None:
-        moved = self._call(name, self._handle, self._address, nbytes, position, offset)
+    def _move(self, name: str, offset: int, nbytes: int, file_offset: int) -> None:
+        moved = self._call(name, self._handle, self._address, nbytes, file_offset, offset)
         if moved != nbytes:
             raise DeviceError(f"cuFile {name}: expected {nbytes} bytes, got {moved}")
 
@@ -192,15 +192,15 @@ class GdsImageIO:
         return False
 
     def write(
-        self, ops: Sequence[TierOp], staging: Staging, positions: Sequence[int], make_header: MakeHeader
+        self, ops: Sequence[TierOp], staging: Staging, file_offsets: Sequence[int], make_header: MakeHeader
     ) -> IoCoroutine[list[Status]]:
         """Write the image, then the header, so that no header precedes incomplete bytes for long."""
-        (op,), (position,), header = ops, positions, staging.header
+        (op,), (file_offset,), header = ops, file_offsets, staging.header
         if (file := self._file_for(op)) is not None:
 
             def store() -> int:
                 found = self._memory.mix64(op.offset, op.length)
-                file.write(op.offset, op.length, position + DISK_PAGE)
+                file.write(op.offset, op.length, file_offset + DISK_PAGE)
                 return found
 
             try:
@@ -209,22 +209,22 @@ class GdsImageIO:
                 self._count_fallback("gds_write", error)
             else:
                 header[:] = make_header(0, MIX64, found)
-                return (yield Move([Piece([header], position)], writing=True))
+                return (yield Move([Piece([header], file_offset)], writing=True))
         body = staging.padded(op.length)
         yield from self._wait(lambda: self._memory.load(op.offset, body[: op.length]))
         algorithm = XXH3_64 if self._file is None else MIX64  # the one that who reads it here computes fast
         header[:] = make_header(0, algorithm, checksum(algorithm, body[: op.length]))
-        return (yield Move([Piece([header, body], position)], writing=True))
+        return (yield Move([Piece([header, body], file_offset)], writing=True))
 
     def read(
-        self, ops: Sequence[TierOp], staging: Staging, positions: Sequence[int], verifier: RecordVerifier
+        self, ops: Sequence[TierOp], staging: Staging, file_offsets: Sequence[int], verifier: RecordVerifier
     ) -> IoCoroutine[list[Status]]:
         """Header and image, in two calls, side by side; then the checksum, by the device if it is for devices."""
-        (op,), (position,), image = ops, positions, staging.bounce[: ops[0].length]
+        (op,), (file_offset,), image = ops, file_offsets, staging.bounce[: ops[0].length]
         is_staged = True
         if (file := self._file_for(op)) is not None:
-            call = _Call(self.bind, lambda: file.read(op.offset, op.length, position + DISK_PAGE))
-            status, _ = yield Move([Piece([staging.header], position), Piece([], position, call)], writing=False)
+            call = _Call(self.bind, lambda: file.read(op.offset, op.length, file_offset + DISK_PAGE))
+            status, _ = yield Move([Piece([staging.header], file_offset), Piece([], file_offset, call)], writing=False)
             try:
                 call.result()
                 is_staged = False
@@ -232,7 +232,7 @@ class GdsImageIO:
                 self._count_fallback("gds_read", error)
         if is_staged:
             body = staging.bounce[: align(op.length)]
-            (status,) = yield Move([Piece([staging.header, body], position)], writing=False)
+            (status,) = yield Move([Piece([staging.header, body], file_offset)], writing=False)
         if status is not Status.OK:
             return [status]
         header = verifier.check_header(0, staging.header)

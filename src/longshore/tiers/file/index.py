@@ -2,7 +2,7 @@
 
     invalidate      these slots hold no record; called before anything is written to them
     insert          this record was written completely
-    delete_record  this record was found unusable
+    delete_record   this record was found unusable
     touch           this record was served: it is the most recently used one
     checkpoint      write all entries into the older of two files
     Checkpointer    writes checkpoints when they are due, in a thread of its own

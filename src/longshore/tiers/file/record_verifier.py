@@ -60,15 +60,15 @@ class RecordVerifier(NamedTuple):
     """Verifies the records of one task.
 
     Attributes:
-        expected: The record that is expected at a position of the task, when it has been read; `None` if its slot
+        expected: The record that is expected at an index of the task, when it has been read; `None` if its slot
             belongs to another size class by then.
     """
 
     expected: Callable[[int], ExpectedRecord | None]
 
-    def check_header(self, at: int, page: memoryview) -> HeaderCheck:
-        """Verify the header in `page`, of the record at position `at` of the task."""
-        wanted = self.expected(at)
+    def check_header(self, index: int, page: memoryview) -> HeaderCheck:
+        """Verify the header in `page`, of the record at `index` of the task."""
+        wanted = self.expected(index)
         return HeaderCheck(Status.MISMATCH) if wanted is None else check_header(bytes(page), wanted)
 
     def check_image(self, header: HeaderCheck, computed: int) -> Status:

@@ -91,7 +91,7 @@ class Segment:
 
 
 MakeHeader = Callable[[int, int, int], bytes]
-"""Makes the header page of a record: its position in the task, checksum algorithm and checksum -> page."""
+"""Makes the header page of a record: its index in the task, checksum algorithm and checksum -> page."""
 
 
 class Staging(NamedTuple):
@@ -134,17 +134,17 @@ class ImageIO(Protocol):
         """Whether the record of `op` can be coalesced with others."""
 
     def write(
-        self, ops: Sequence[TierOp], staging: Staging, positions: Sequence[int], make_header: MakeHeader
+        self, ops: Sequence[TierOp], staging: Staging, file_offsets: Sequence[int], make_header: MakeHeader
     ) -> IoCoroutine[list[Status]]:
-        """Write records to bytes `positions` of the segment, ascending; several only where all join.
+        """Write records to `file_offsets` in the segment, ascending; several only where all join.
 
         Whether each was written whole. `DeviceError` means that none was.
         """
 
     def read(
-        self, ops: Sequence[TierOp], staging: Staging, positions: Sequence[int], verifier: RecordVerifier
+        self, ops: Sequence[TierOp], staging: Staging, file_offsets: Sequence[int], verifier: RecordVerifier
     ) -> IoCoroutine[list[Status]]:
-        """Read records at `positions`, headers into those of `staging`; verified images go to the offsets of `ops`.
+        """Read records at `file_offsets`, headers into those of `staging`; verified images go to the offsets of `ops`.
 
         Errors as for `write`.
         """
@@ -172,30 +172,30 @@ class HostImageIO:
         return is_aligned(op)
 
     def write(
-        self, ops: Sequence[TierOp], staging: Staging, positions: Sequence[int], make_header: MakeHeader
+        self, ops: Sequence[TierOp], staging: Staging, file_offsets: Sequence[int], make_header: MakeHeader
     ) -> IoCoroutine[list[Status]]:
         """Adjacent records are one piece; all pieces are submitted at once."""
         bodies = [self._body(op, staging) for op in ops]
-        for at, (op, body, header) in enumerate(zip(ops, bodies, staging.headers, strict=False)):
+        for index, (op, body, header) in enumerate(zip(ops, bodies, staging.headers, strict=False)):
             if self._is_staged(op):
                 staging.padded(op.length)[: op.length] = self._arena.view(op.offset, op.length)
-            header[:] = make_header(at, XXH3_64, checksum(XXH3_64, body[: op.length]))
-        return (yield from move_records(staging.headers, bodies, positions, writing=True))
+            header[:] = make_header(index, XXH3_64, checksum(XXH3_64, body[: op.length]))
+        return (yield from move_records(staging.headers, bodies, file_offsets, writing=True))
 
     def read(
-        self, ops: Sequence[TierOp], staging: Staging, positions: Sequence[int], verifier: RecordVerifier
+        self, ops: Sequence[TierOp], staging: Staging, file_offsets: Sequence[int], verifier: RecordVerifier
     ) -> IoCoroutine[list[Status]]:
         """As `write`."""
         bodies = [self._body(op, staging) for op in ops]
-        statuses = yield from move_records(staging.headers, bodies, positions, writing=False)
-        for at, (op, body) in enumerate(zip(ops, bodies, strict=True)):
-            if statuses[at] is Status.OK:
+        statuses = yield from move_records(staging.headers, bodies, file_offsets, writing=False)
+        for index, (op, body) in enumerate(zip(ops, bodies, strict=True)):
+            if statuses[index] is Status.OK:
                 image = body[: op.length]
-                header = verifier.check_header(at, staging.headers[at])
-                statuses[at] = header.status
+                header = verifier.check_header(index, staging.headers[index])
+                statuses[index] = header.status
                 if header.status is Status.OK:
-                    statuses[at] = verifier.check_image(header, checksum(header.algorithm, image))
-                if statuses[at] is Status.OK and self._is_staged(op):
+                    statuses[index] = verifier.check_image(header, checksum(header.algorithm, image))
+                if statuses[index] is Status.OK and self._is_staged(op):
                     self._arena.view(op.offset, op.length)[:] = image
         return statuses
 
@@ -215,18 +215,18 @@ def is_aligned(op: TierOp) -> bool:
 
 
 def move_records(
-    headers: Sequence[memoryview], bodies: Sequence[memoryview], positions: Sequence[int], *, writing: bool
+    headers: Sequence[memoryview], bodies: Sequence[memoryview], file_offsets: Sequence[int], *, writing: bool
 ) -> IoCoroutine[list[Status]]:
-    """Move records to or from `positions`, ascending: neighbours as one piece. One status each."""
+    """Move records to or from `file_offsets`, ascending: neighbours as one piece. One status each."""
     pieces: list[Piece] = []
     piece_of: list[int] = []
     end = -1
-    for header, body, position in zip(headers, bodies, positions, strict=False):
-        if position == end:
+    for header, body, file_offset in zip(headers, bodies, file_offsets, strict=False):
+        if file_offset == end:
             pieces[-1].buffers.extend((header, body))
         else:
-            pieces.append(Piece([header, body], position))
+            pieces.append(Piece([header, body], file_offset))
         piece_of.append(len(pieces) - 1)
-        end = position + DISK_PAGE + len(body)
+        end = file_offset + DISK_PAGE + len(body)
     statuses = yield Move(pieces, writing)
     return [statuses[piece] for piece in piece_of]

@@ -215,9 +215,9 @@ class FileTier(Tier):
         return self._superblock.generation
 
     @property
-    def ended(self) -> int:
+    def completed(self) -> int:
         """Number of completed operations; while it grows, the disk responds."""
-        return self._executor.ended
+        return self._executor.completed
 
     @property
     def failures(self) -> dict[str, int]:
@@ -234,7 +234,7 @@ class FileTier(Tier):
             # All at once, in one system call; `_write` invalidates what was inserted since, or what failed.
             with contextlib.suppress(OSError):
                 self._index.invalidate((op.slot, op.size_class) for op in batch if op.op is Op.WRITE)
-        return self._executor.submit(batch, coalesce(batch, self._place, self._images.can_coalesce), deadline)
+        return self._executor.submit(batch, coalesce(batch, self._file_offset, self._images.can_coalesce), deadline)
 
     def poll(self) -> list[TierResult]:
         """Results since the last call. Records that they report as written are in the journal."""
@@ -245,9 +245,9 @@ class FileTier(Tier):
             self._checkpointer.begin_if_due()
         return results
 
-    def call_at_end(self, call: Callable[[], None]) -> None:
+    def set_completion_callback(self, call: Callable[[], None]) -> None:
         """Set a completion callback: called in any thread when a batch has ended. It must be short."""
-        self._executor.at_end = call
+        self._executor.on_batch_end = call
 
     def cancel(self, ticket: int) -> None:
         """End operations of `ticket` that have not begun."""
@@ -357,7 +357,7 @@ class FileTier(Tier):
         if self._closed:
             raise TierClosedError(f"{self._directory.path}: the file tier was closed")
 
-    def _place(self, op: TierOp) -> int:
+    def _file_offset(self, op: TierOp) -> int:
         """The byte of the segment where the record of `op` begins."""
         return self.slabs.offset(op.size_class, op.slot)
 
@@ -428,8 +428,8 @@ class FileTier(Tier):
     def _write(self, task: Sequence[NumberedOp], staging: Staging) -> IoCoroutine[list[Status]]:
         headers: list[fmt.RecordHeader] = []
 
-        def make_header(at: int, algorithm: int, checksum: int) -> bytes:
-            op, serial = task[at]
+        def make_header(index: int, algorithm: int, checksum: int) -> bytes:
+            op, serial = task[index]
             sequence = fmt.sequence(self._superblock.opens, serial)
             identity = op.key, op.parent, self._scope, op.slot, op.generation, op.length
             headers.append(fmt.RecordHeader(*identity, sequence, checksum, op.size_class, algorithm))
@@ -437,18 +437,18 @@ class FileTier(Tier):
 
         ops = [op for op, _ in task]
         self._index.invalidate([(op.slot, op.size_class) for op in ops])
-        statuses = yield from self._images.write(ops, staging, list(map(self._place, ops)), make_header)
+        statuses = yield from self._images.write(ops, staging, list(map(self._file_offset, ops)), make_header)
         self._index.insert([header for header, how in zip(headers, statuses, strict=True) if how is Status.OK])
         return statuses
 
     def _read(self, ops: Sequence[TierOp], staging: Staging) -> IoCoroutine[list[Status]]:
-        def expected(at: int) -> ExpectedRecord | None:
-            op = ops[at]
+        def expected(index: int) -> ExpectedRecord | None:
+            op = ops[index]
             if not self._index.is_assigned(op.slot, op.size_class):
                 return None
             return ExpectedRecord(op.key, self._scope, op.slot, op.size_class, op.generation, op.length)
 
-        return (yield from self._images.read(ops, staging, list(map(self._place, ops)), RecordVerifier(expected)))
+        return (yield from self._images.read(ops, staging, list(map(self._file_offset, ops)), RecordVerifier(expected)))
 
 
 def _all_ok(statuses: list[Status]) -> bool:

@@ -4,12 +4,12 @@
 
     ask(keys, generation, deadline) -> ticket     answers() -> [(ticket, which are there, or None: unknown)]
     submit(operations, deadline)    -> ticket     poll()    -> [TierResult], one for each ticket
-    cancel(ticket)    reset(generation, namespace)    call_at_end(callback)    close()
+    cancel(ticket)    reset(generation, namespace)    set_completion_callback(callback)    close()
 
 `open_store` opens a `RemoteTier`, or a `ClusterTier`, which has one for each node of a cluster.
 It is a `KeyedTier` (`longshore.tiers.base`): the slot of each operation is `BY_KEY`, its size class the image size. One
 thread submits and polls; nothing but `close` waits. Who drives it polls at least every 20 ms while anything is under
-way: `poll` and `answers` end what is late. `call_at_end` tells earlier when there is something to collect.
+way: `poll` and `answers` end what is late. `set_completion_callback` tells earlier when there is something to collect.
 
 Namespace    Replicas share what they store under one namespace: 32 bytes, a digest of the scope and of what identifies
              the weights. Generations count the resets of one process and are not shared. `reset(generation)` starts a
@@ -24,7 +24,7 @@ Statuses     of reads: `OK`; `NOT_FOUND`, not there; `CORRUPT`, `SHORT`, `MISMAT
              of writes: `OK`, also for what was there; `NO_SPACE`, the store is full; `QUEUE_FULL`, beyond the daily
              budget; `DEADLINE`, `UNAVAILABLE`, `IO_ERROR`; `CANCELLED`, of an earlier generation.
 Counts       `counts` by operation and status (`("read", "ok")`, `("probe", "present")`), `failures` by reason
-             (`FAILURE_REASONS`), `ended`, `is_away`.
+             (`FAILURE_REASONS`), `completed`, `is_unavailable`.
 
 A store that cannot be reached raises nothing, also not when it is opened. Invalid URLs raise `ConfigError`. Passwords
 come from a file or from the environment, and stand in no message.

@@ -148,12 +148,12 @@ class NodesTier(KeyedTier):
         self._used: dict[ClusterNode, float] = {}
         self._closed_counts: Counter[tuple[str, str]] = Counter()
         self._closed_failures = Counter(dict.fromkeys(FAILURE_REASONS, 0))
-        self._closed_ended = self._tickets = 0
+        self._closed_completed = self._tickets = 0
         self._parts: dict[tuple[ClusterNode, int], Portion] = {}
         self._probes: dict[tuple[ClusterNode, int], Portion] = {}
         self._results: list[TierResult] = []
         self._answers: list[tuple[int, tuple[bool, ...] | None]] = []
-        self._at_end: Callable[[], None] | None = None
+        self._on_batch_end: Callable[[], None] | None = None
         self._closed = False
         self._pid = os.getpid()
         self._wanted, self._closing = threading.Event(), threading.Event()
@@ -212,10 +212,10 @@ class NodesTier(KeyedTier):
             return sum((each.counts for each in self._nodes.values()), self._closed_counts)
 
     @property
-    def ended(self) -> int:
-        """Operations that have ended."""
+    def completed(self) -> int:
+        """Number of operations that have ended."""
         with self._lock:
-            return self._closed_ended + sum(each.ended for each in self._nodes.values())
+            return self._closed_completed + sum(each.completed for each in self._nodes.values())
 
     def submit(self, batch: Sequence[TierOp], deadline: float) -> int:
         """As `RemoteTier.submit`; nothing has begun if it raises."""
@@ -276,12 +276,12 @@ class NodesTier(KeyedTier):
         """Weights have changed: the next `reset` starts a namespace of its own."""
         self._name.weights_changed()
 
-    def call_at_end(self, call: Callable[[], None]) -> None:
-        """As `RemoteTier.call_at_end`. It may also be called when only a part of a batch has ended."""
+    def set_completion_callback(self, call: Callable[[], None]) -> None:
+        """As `RemoteTier.set_completion_callback`. It may also be called when only a part of a batch has ended."""
         with self._lock:
-            self._at_end = call
+            self._on_batch_end = call
             for each in self._nodes.values():
-                each.call_at_end(call)
+                each.set_completion_callback(call)
 
     def close(self) -> None:
         """As `RemoteTier.close`, for all nodes at once."""
@@ -372,8 +372,8 @@ class NodesTier(KeyedTier):
         return address(self.namespace, each.key if isinstance(each, TierOp) else each, rank)
 
     def _tell(self) -> None:
-        if self._at_end is not None:
-            self._at_end()
+        if self._on_batch_end is not None:
+            self._on_batch_end()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -399,8 +399,8 @@ class NodesTier(KeyedTier):
                 store=self._store.at(settings, partial(self._redirected, node), asking=node.asking),
                 budget=self._budget,
             )
-            if self._at_end is not None:
-                tier.call_at_end(self._at_end)
+            if self._on_batch_end is not None:
+                tier.set_completion_callback(self._on_batch_end)
         return tier
 
     def _keep_nodes(self) -> None:
@@ -434,7 +434,7 @@ class NodesTier(KeyedTier):
                     del self._used[node]
                     self._closed_counts += tier.counts
                     self._closed_failures.update(tier.failures)
-                    self._closed_ended += tier.ended
+                    self._closed_completed += tier.completed
         for tier in unused:
             tier.close()
 
@@ -458,11 +458,11 @@ class ClusterTier(NodesTier):
         self._thread.start()
 
     @property
-    def is_away(self) -> bool:
+    def is_unavailable(self) -> bool:
         """Whether no node that has slots can be used."""
         with self._lock:
             used = [self._nodes.get(node) for node in self._owners if node is not None]
-            return all(each is not None and each.is_away for each in used)
+            return all(each is not None and each.is_unavailable for each in used)
 
     @property
     def _kept(self) -> set[ClusterNode | None]:
@@ -471,7 +471,7 @@ class ClusterTier(NodesTier):
     @property
     def _is_restless(self) -> bool:
         nodes = self._nodes.items()
-        return None in self._owners or any(each.is_away or node not in self._kept for node, each in nodes)
+        return None in self._owners or any(each.is_unavailable or node not in self._kept for node, each in nodes)
 
     def _node_of(self, name: bytes) -> ClusterNode | None:
         return self._asks.pop(name, None) or self._slots[slot_of(name)]
@@ -510,7 +510,7 @@ class ClusterTier(NodesTier):
         best: SlotMap | None = None
         failures: list[str] = []
         with self._lock:
-            known = sorted(self._nodes, key=lambda node: self._nodes[node].is_away)
+            known = sorted(self._nodes, key=lambda node: self._nodes[node].is_unavailable)
             candidates = dict.fromkeys(node._replace(asking=False) for node in [*known, *self._named])
         for node in candidates:
             if self._closed:

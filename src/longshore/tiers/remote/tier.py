@@ -150,8 +150,8 @@ class RemoteTier(KeyedTier):
         self._probing = threading.Condition(self._lock)
         self._closed = False
         self._pid = os.getpid()
-        self._at_end: Callable[[], None] | None = None
-        self.ended = 0
+        self._on_batch_end: Callable[[], None] | None = None
+        self.completed = 0
         self._store = store = open_client(self.settings, clock, arena, self.image_bytes) if store is None else store
         self._queues = {op: WorkQueue(op, self._lock, clock, self._image_ended) for op in Op}
         self._sessions: set[Session] = set()
@@ -174,7 +174,7 @@ class RemoteTier(KeyedTier):
         return self._name.current
 
     @property
-    def is_away(self) -> bool:
+    def is_unavailable(self) -> bool:
         """Whether the breaker is open."""
         return self._breaker.is_open
 
@@ -290,9 +290,9 @@ class RemoteTier(KeyedTier):
         """Weights have changed: the next `reset` starts a namespace of its own."""
         self._name.weights_changed()
 
-    def call_at_end(self, call: Callable[[], None]) -> None:
+    def set_completion_callback(self, call: Callable[[], None]) -> None:
         """Set a completion callback: called in any thread when a batch has ended or an answer has come; it is short."""
-        self._at_end = call
+        self._on_batch_end = call
 
     def close(self) -> None:
         """Wait for what has begun, until its deadline at most; end the rest; close the connections. Idempotent.
@@ -368,7 +368,7 @@ class RemoteTier(KeyedTier):
         self._settle(image.batch)
 
     def _count(self, op: Op, status: Status) -> None:
-        self.ended += 1
+        self.completed += 1
         self.counts[op._value_, status._value_] += 1
         if op is Op.WRITE and status is Status.NO_SPACE:
             self._failures["full"] += 1
@@ -387,8 +387,8 @@ class RemoteTier(KeyedTier):
         self._tell()
 
     def _tell(self) -> None:
-        if self._at_end is not None:
-            self._at_end()
+        if self._on_batch_end is not None:
+            self._on_batch_end()
 
     # ------------------------------------------------------------------ threads
 
