@@ -11,7 +11,7 @@ from longshore.cache import CacheSettings, DropReason, GroupKeys, MissReason, Pr
 from longshore.errors import CacheError
 from longshore.layout import from_rows
 from longshore.metrics import LongshoreCollector
-from longshore.monitoring.metric_table import METRICS
+from longshore.monitoring.metric_names import METRICS
 from longshore.runtime import BlockGuard, Runtime
 from longshore.tiers.arena import DISK_PAGE, Arena, ArenaSettings, Fallback
 from longshore.tiers.host import HostSlabs

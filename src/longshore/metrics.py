@@ -1,4 +1,4 @@
-"""Prometheus collectors, which read values when they are scraped. `monitoring.metric_table` lists the metrics.
+"""Prometheus collectors, which read values when they are scraped. `monitoring.metric_names` lists the metrics.
 
 Every label value is exported from the start, at zero, so that a tier without hits is visible.
 
@@ -29,7 +29,7 @@ from longshore import __version__
 from longshore.cache import Counters, TierStats
 from longshore.cache.types import Histogram
 from longshore.monitoring.endpoint import HealthReport, serve_metrics
-from longshore.monitoring.metric_table import LOOKUP_SECONDS, METRICS, MetricKind
+from longshore.monitoring.metric_names import LOOKUP_SECONDS, METRICS, MetricKind
 from longshore.runtime import EventRecorder, Runtime
 from longshore.runtime.stack import Stack
 from longshore.tiers.arena import ArenaReport

@@ -12,7 +12,7 @@ from longshore.boundary import Route, Status, Transfer, TransferResult
 from longshore.cache import GroupKeys, TieredCache, TierSpec
 from longshore.cache.types import Histogram
 from longshore.metrics import LongshoreCollector
-from longshore.monitoring.metric_table import EVICTED_AGE_SECONDS, LOOKUP_SECONDS, METRICS
+from longshore.monitoring.metric_names import EVICTED_AGE_SECONDS, LOOKUP_SECONDS, METRICS
 from longshore.runtime import Runtime
 from scripted import Scripted
 

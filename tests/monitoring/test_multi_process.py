@@ -10,7 +10,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from longshore.monitoring.metric_table import METRICS
+from longshore.monitoring.metric_names import METRICS
 
 WRITER = """
 from longshore.boundary import Route, Status, TransferResult

@@ -35,7 +35,7 @@ from longshore.cache.priorities import Priorities, WindowMarks
 from longshore.cache.settings import CacheSettings
 from longshore.cache.types import Counters, MissReason, Run, SizeStats, TierStats
 from longshore.errors import CacheError
-from longshore.monitoring.metric_table import EVICTED_AGE_SECONDS
+from longshore.monitoring.metric_names import EVICTED_AGE_SECONDS
 
 _NOWHERE = 255
 """No tier has this number."""

@@ -1,6 +1,6 @@
 """Arguments and results of the methods of `TieredCache`: keys, leases, jobs, progress, counters; checks of arguments.
 
-`longshore.metrics` exports the counters; `longshore.monitoring.metric_table` has their names and buckets.
+`longshore.metrics` exports the counters; `longshore.monitoring.metric_names` has their names and buckets.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from longshore.cache.index import Residency
 from longshore.cache.partial import Partial, PromptTokens
 from longshore.cache.settings import Retention
 from longshore.errors import CacheError, former_name
-from longshore.monitoring.metric_table import (
+from longshore.monitoring.metric_names import (
     EVICTED_AGE_SECONDS,
     LOAD_SECONDS,
     LOOKUP_SECONDS,

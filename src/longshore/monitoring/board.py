@@ -6,7 +6,7 @@ import json
 from importlib import resources
 from typing import Any
 
-from longshore.monitoring.metric_table import GROUPS, Metric, MetricKind
+from longshore.monitoring.metric_names import GROUPS, Metric, MetricKind
 
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _WHERE = '{instance=~"$instance"}'

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from importlib import resources
 
-from longshore.monitoring.metric_table import GROUPS, METRICS, VALUES, Metric, MetricKind
+from longshore.monitoring.metric_names import GROUPS, METRICS, VALUES, Metric, MetricKind
 from longshore.monitoring.rules import RULES
 
 

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from longshore.boundary import DEVICE
 from longshore.errors import ConfigError
-from longshore.monitoring.metric_table import LOAD_SECONDS
+from longshore.monitoring.metric_names import LOAD_SECONDS
 
 _LONGEST = 64 << 20
 """Bytes of one answer that are read."""

@@ -13,7 +13,7 @@ from longshore.cache import TieredCache, TierSpec, events
 from longshore.engines.vllm import LongshoreSpec, spec
 from longshore.engines.vllm.metrics import OffloadingMetrics, zero
 from longshore.engines.vllm.requests import cache_keys
-from longshore.monitoring.metric_table import METRICS
+from longshore.monitoring.metric_names import METRICS
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
 IMAGE = 4096

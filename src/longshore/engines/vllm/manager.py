@@ -53,7 +53,7 @@ from longshore.engines.vllm.weight_changes import BlockValidity
 from longshore.engines.vllm.worker import JobPart, SlotsSpec
 from longshore.errors import log_seldom
 from longshore.hints import RequestHints
-from longshore.monitoring.metric_table import LOOKUP_SECONDS
+from longshore.monitoring.metric_names import LOOKUP_SECONDS
 from longshore.runtime.control import ControlServer
 from longshore.runtime.error_handler import with_fallback
 

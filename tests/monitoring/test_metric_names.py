@@ -19,7 +19,7 @@ from longshore.boundary import DISK_PAGE
 from longshore.cache import DropReason, MissReason
 from longshore.cache.types import Answer
 from longshore.monitoring import board, page, rules
-from longshore.monitoring.metric_table import METRICS, VALUES, MetricKind
+from longshore.monitoring.metric_names import METRICS, VALUES, MetricKind
 from longshore.runtime.tier_host import FAILURE_REASONS as OF_FILES
 from longshore.tiers.arena import Arena, Fallback
 from longshore.tiers.file import FileTier, capacity_for, gds
