@@ -21,7 +21,7 @@ from itertools import takewhile
 import numpy as np
 import numpy.typing as npt
 
-from longshore.cache.columns import LISTS, LinkedLists, as_i32, i32_view, u8_view, unique
+from longshore.cache.columns import LISTS, LinkedLists, as_i32, filled, i32_view, resized, u8_view, unique
 from longshore.cache.index import Index
 from longshore.cache.nodes import ORPHANS, ROOT
 from longshore.cache.pool import READY
@@ -41,19 +41,19 @@ class Backlog:
         self._thresholds = [*thresholds[: self._last], *[0] * (self._last - len(thresholds))]
         self._most = max(self._thresholds, default=0)
         self._linked = LinkedLists()
-        self._mark = bytearray(LISTS)
+        self._mark = filled(LISTS, dtype=np.uint8)
         """0 for clean; for dirty in tier t an odd number while waiting for the parent, an even one when queued."""
-        self._uses = bytearray(LISTS)
-        self._needs_use = bytearray(LISTS)
+        self._uses = filled(LISTS, dtype=np.uint8)
+        self._needs_use = filled(LISTS, dtype=np.uint8)
         """1 for chunks that are not copied before their next use."""
 
     def grow(self, nodes: int) -> None:
         """Nodes may now have any number below `nodes`."""
         if self._last:
             self._linked.grow(nodes)
-            self._mark.extend(bytes(max(0, nodes - len(self._mark))))
-            self._uses.extend(bytes(max(0, nodes - len(self._uses))))
-            self._needs_use.extend(bytes(max(0, nodes - len(self._needs_use))))
+            nodes = max(nodes, len(self._mark))
+            self._mark, self._uses = resized(self._mark, nodes), resized(self._uses, nodes)
+            self._needs_use = resized(self._needs_use, nodes)
 
     def is_dirty(self, node: int, tier: int) -> bool:
         """Whether `node` is dirty in `tier`."""
@@ -279,7 +279,7 @@ class Backlog:
             due = tier >= 0 and self._is_safe_below(index.parent[node], tier)
             if in_queues != ([tier] if due else []) or (mark != _CLEAN and _is_queued(mark)) != due:
                 raise CacheError(f"chunk {name} is queued for a copy down, or not queued, in error")
-        if self.counts != counts or sum(counts) != len(self._mark) - self._mark.count(_CLEAN):
+        if self.counts != counts or sum(counts) != np.count_nonzero(u8_view(self._mark)):
             raise CacheError(f"dirty chunks by tier: counted {self.counts}, found {counts}")
 
     def _walk(self, tier: int) -> set[int]:

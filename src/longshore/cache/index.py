@@ -178,10 +178,7 @@ class Index(Nodes):
     # ------------------------------------------------------------------ changes
 
     def are_loadable(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-        """Whether each of the nodes `at` is loadable, also from an orphan; false for `ROOT`. Shape of `at`.
-
-        No view of the column is kept by a caller: the column could not grow while a traceback has it.
-        """
+        """Whether each of the nodes `at` is loadable, also from an orphan; false for `ROOT`. Shape of `at`."""
         found: npt.NDArray[np.bool_] = (at != ROOT) & (u8_view(self.loadable)[at] != 0)
         return found
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from longshore.boundary import Key, Status
 from longshore.cache.backlog import Backlog
-from longshore.cache.columns import as_i32, i32_view, u8_view, unique
+from longshore.cache.columns import as_i32, filled, i32_view, resized, u8_view, unique
 from longshore.cache.events import EVICTED, RESET, EventKind, EventLog
 from longshore.cache.eviction import EvictionPolicy
 from longshore.cache.eviction.hit_rates import ReuseHint, ReuseHints
@@ -103,7 +103,7 @@ class CacheState:
         )
         self.windows = WindowMarks(self.index, self.policies)
         self.partials = PartialPrefixes(self.index, self._token_width)
-        self.protected = bytearray()
+        self.protected = filled(0, dtype=np.uint8)
         """1 for nodes that a lookup protects until the end of the step."""
         self._invalid_copies: list[tuple[int, int]] = []
         """Tiers and slots of invalid copies, to be removed when the step ends."""
@@ -142,7 +142,7 @@ class CacheState:
         self.windows.grow(self.index.size)
         self.partials.grow(self.index.size)
         self.priorities.grow(self.index.size)
-        self.protected.extend(bytes(self.index.size - len(self.protected)))
+        self.protected = resized(self.protected, self.index.size)
 
     def runs(self, nodes: Sequence[int]) -> tuple[Run, ...]:
         """Where `nodes` are, as runs by the warmest tier that has them ready."""
@@ -487,7 +487,7 @@ class CacheState:
                 name,
                 pool.capacity,
                 pool.used,
-                pool.state.count(READY),
+                int(np.count_nonzero(u8_view(pool.state) == READY)),
                 pool.slabs.nbytes,
                 pool.used_bytes,
                 tuple(SizeStats(size, *pool.used_by(each)) for each, size in enumerate(pool.slabs.image_bytes)),
@@ -504,7 +504,7 @@ class CacheState:
             pool.check_integrity()
             policy.check_integrity()
             live = nodes[i32_view(index.slot[tier])[nodes] >= 0]
-            if len(live) + pool.state.count(DRAINING) != pool.used:
+            if len(live) + np.count_nonzero(u8_view(pool.state) == DRAINING) != pool.used:
                 raise CacheError(f"{name}: {len(live)} copies use {pool.used} slots")
             ready = nodes[self.are_ranked(nodes, tier)]
             if len(policy) != len(ready) or not policy.resident(index.size)[ready].all():
