@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import takewhile
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,8 @@ from longshore.cache.pool import READY
 from longshore.errors import CacheError
 
 _CLEAN = 0
+
+Nodes: TypeAlias = "Sequence[int] | npt.NDArray[np.int32]"
 
 
 class Backlog:
@@ -88,9 +91,9 @@ class Backlog:
                 self._queue(node, tier)
         return mark != _CLEAN
 
-    def update_all(self, nodes: Sequence[int]) -> list[int]:
+    def update_all(self, nodes: Nodes) -> list[int]:
         """`update` for many; returns those that have become clean."""
-        if not self._last or not nodes:
+        if not self._last or not len(nodes):
             return []
         at = as_i32(nodes)
         mark, due = u8_view(self._mark)[at], self._all_due(at)
@@ -114,7 +117,7 @@ class Backlog:
         clean: list[int] = at[mark != _CLEAN].tolist()
         return clean
 
-    def backed_up(self, nodes: Sequence[int], tier: int) -> None:
+    def backed_up(self, nodes: Nodes, tier: int) -> None:
         """`nodes` have become ready in `tier`: queue their dirty children in warmer tiers."""
         behind, mark = self._index.all_children(nodes), u8_view(self._mark)
         for warmer in range(tier):
@@ -144,16 +147,17 @@ class Backlog:
         u8_view(self._needs_use)[as_i32(nodes)] = 1
         self.update_all(nodes)
 
-    def arrived(self, nodes: Sequence[int]) -> None:
+    def arrived(self, nodes: Nodes) -> None:
         """`nodes`, parents first, have become ready. A chunk after one that is not copied is not copied, either."""
         if not self._last:
             return
         needs_use, parent, coldest = self._needs_use, self._index.parent, self._index.coldest_tier
-        if u8_view(needs_use)[i32_view(parent)[as_i32(nodes)]].any():
-            for node in nodes:
+        at = as_i32(nodes)
+        if u8_view(needs_use)[i32_view(parent)[at]].any():
+            for node in at.tolist():
                 if needs_use[parent[node]] and not self._is_safe_below(parent[node], coldest(node)):
                     needs_use[node] = 1
-        self.update_all(nodes)
+        self.update_all(at)
 
     def use(self, at: npt.NDArray[np.int32]) -> None:
         """The nodes `at` were used: retry failed copies, and copy chunks that have reached the threshold."""

@@ -248,7 +248,7 @@ class Index(Nodes):
 
         Raises `IntegrityError`, with nothing changed, if one has a copy there, or its parent has none there or colder.
         """
-        at, columns = np.array(nodes, np.int32), [i32_view(slot) for slot in self.slot]
+        at, columns = as_i32(nodes), [i32_view(slot) for slot in self.slot]
         second = columns[tier][at] >= 0
         parents = i32_view(self.parent)[at]
         orphans = parents > ORPHANS
@@ -272,9 +272,9 @@ class Index(Nodes):
         columns[tier][at] = slots
         i32_view(self.pools[tier].node)[slots] = at
 
-    def all_children(self, nodes: Sequence[int]) -> npt.NDArray[np.int32]:
+    def all_children(self, nodes: Sequence[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """The children of all `nodes`, in order of parent, the youngest first."""
-        return self._tree.all_children(np.array(nodes, np.int32))
+        return self._tree.all_children(as_i32(nodes))
 
     def drop_copies(self, at: npt.NDArray[np.int32], tier: int) -> None:
         """`drop_copy` for nodes that a colder tier has; keeps the nodes of their slots."""

@@ -316,7 +316,7 @@ class Nodes:
         """`size_class_of` for many."""
         if len(nodes) < FEW:
             return list(map(self.size_class_of, nodes))
-        at = np.array(nodes, np.int32)
+        at = as_i32(nodes)
         size_classes = np.full(len(at), NONE)
         for tier in self.tiers:
             slots = i32_view(self.slot[tier])[at]

@@ -146,7 +146,7 @@ class CacheState:
 
     def runs(self, nodes: Sequence[int]) -> tuple[Run, ...]:
         """Where `nodes` are, as runs by the warmest tier that has them ready."""
-        at = np.array(nodes, np.int32)
+        at = as_i32(nodes)
         if len(at) and np.count_nonzero(self.index.are_ready(at, 0)) == len(at):
             return (Run(self.tier_names[0], len(at)),)
         warmest = np.full(len(at), _NOWHERE, np.uint8)
@@ -219,7 +219,7 @@ class CacheState:
             raise
         pool.writer.update(zip(slots, repeat(job), strict=False))
         if clean := self.backlog.update_all(nodes):
-            self.recheck_evictable(np.array(clean, np.int32))
+            self.recheck_evictable(as_i32(clean))
         return slots
 
     def end_writes(self, tier: int, slots: Sequence[int]) -> list[int]:
@@ -241,13 +241,13 @@ class CacheState:
         """Copies of `nodes`, parents first, have become ready in `tier`. Returns orphans that now have parents."""
         if self.log.on:
             self.log.arrived(self.index, self.tier_names, nodes, tier)
-        leaf = bool(nodes) and not any(self.index.children(nodes[-1]))
+        at, leaf = as_i32(nodes), bool(nodes) and not self.index.child[nodes[-1]]
         if not tier:
             self.policies[0].insert(nodes[::-1], leaf=leaf)
-            self._record_uses_elsewhere(as_i32(nodes)[::-1], leaf=leaf)
+            self._record_uses_elsewhere(at[::-1], leaf=leaf)
         elif tier < self.coldest or not self.coldest_ranks_all:
             self.policies[tier].insert_copies(nodes[::-1], leaf=leaf)
-        self.rank(nodes[::-1], tier, leaf=leaf)
+        self.rank(at[::-1], tier, leaf=leaf)
         if self.several_sizes:
             slots = self.index.slot[tier]
             self.pools[tier].record_use([slots[node] for node in reversed(nodes)])
@@ -255,16 +255,15 @@ class CacheState:
         if self.windows.used:
             self.windows.mark_ready(nodes, tier)
         if self.coldest:
-            self.backlog.arrived(nodes)
+            self.backlog.arrived(at)
             if tier and nodes:
-                self.backlog.backed_up(nodes, tier)
-            self.recheck_evictable(np.array(nodes, np.int32), apart_from=tier)
+                self.backlog.backed_up(at, tier)
+            self.recheck_evictable(at, apart_from=tier)
         return self.attach_orphans(news)
 
-    def rank(self, nodes: Sequence[int], tier: int, *, leaf: bool = False) -> None:
-        """Copies of `nodes`, tail first, are ready in `tier`: the policy that ranks all chunks gets those new to it."""
-        if self.coldest_ranks_all and nodes:
-            at = as_i32(nodes)
+    def rank(self, at: npt.NDArray[np.int32], tier: int, *, leaf: bool = False) -> None:
+        """Copies of the nodes `at`, tail first, are ready in `tier`: the policy that ranks all gets those new to it."""
+        if self.coldest_ranks_all and len(at):
             new = ~self.index.are_ready_in_any(at, [each for each in self.index.tiers if each != tier])
             if new.any():
                 self.policies[self.coldest].insert(at[new].tolist(), leaf=leaf and bool(new[0]))
@@ -416,7 +415,7 @@ class CacheState:
     def retain_in_host(self, nodes: Iterable[int]) -> None:
         """Keep exactly the copies of `nodes` in the host tier from eviction, of all nodes."""
         before, self.retained_in_host = self.retained_in_host, set(nodes)
-        self.recheck_evictable(np.array(sorted(before - self.retained_in_host), np.int32))
+        self.recheck_evictable(as_i32(sorted(before - self.retained_in_host)))
 
     def check_size_class(self, nodes: Sequence[int], size_class: int) -> None:
         """Raise `CacheError` if one of `nodes` (0 is no node) is of another size class."""
