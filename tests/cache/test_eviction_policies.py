@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.cache.columns import LISTS
+from longshore.cache.columns import LISTS, filled
 from longshore.cache.eviction import ARC, LRU, EvictionPolicy, Gittins
 from longshore.cache.eviction.ghosts import Ghosts
 from longshore.cache.eviction.partitioned import PartitionedByPriority, PartitionedBySize
@@ -37,7 +37,7 @@ USUAL = 35
 def banded(slots: int = SLOTS, kind: type[EvictionPolicy] = LRU) -> PartitionedByPriority:
     """Priorities over `kind`; no node has one of its own yet."""
     first = make(kind, slots)
-    return PartitionedByPriority(slots, first.keys, kind, first, USUAL, bytearray(LISTS + 64))
+    return PartitionedByPriority(slots, first.keys, kind, first, USUAL, filled(LISTS + 64, dtype=np.uint8))
 
 
 def sized(kind: type[EvictionPolicy] = LRU) -> PartitionedBySize:
@@ -308,7 +308,12 @@ def wide(name: str) -> EvictionPolicy:
     policy.grow(LISTS + WIDE)
     if name.startswith("banded"):
         policy = PartitionedByPriority(
-            WIDE, names, kind, policy, USUAL, bytearray((30 + node % 3) ^ USUAL for node in range(LISTS + WIDE))
+            WIDE,
+            names,
+            kind,
+            policy,
+            USUAL,
+            np.array([(30 + node % 3) ^ USUAL for node in range(LISTS + WIDE)], np.uint8).data,
         )
     return policy
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from longshore.cache import columns
-from longshore.cache.columns import KeyTable, as_i32
+from longshore.cache.columns import KeyTable, as_i32, i32_view
 from longshore.errors import CacheError
 
 
@@ -84,6 +84,6 @@ def test_damaged_links_are_noticed() -> None:
         elif damage == 1:
             table._before[5] = 0
         else:
-            table._first[table._first.index(next(filter(None, table._first)))] = 0
+            table._first[int(i32_view(table._first).argmax())] = 0
         with pytest.raises(CacheError):
             table.check_integrity()

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key, StoredChunk, StoredChunks
+from longshore.cache.columns import as_i32
 from longshore.cache.nodes import ORPHANS, ROOT
 from longshore.cache.state import CacheState
 from longshore.errors import CacheError
@@ -178,7 +179,7 @@ def _insert(state: CacheState, tier: int, nodes: list[int], known: Sequence[int]
     """Enter the copies of `nodes`, the newest first, in policies and backlog; other tiers have `known`."""
     if tier < state.coldest or not state.coldest_ranks_all:
         state.policies[tier].insert(nodes[::-1])
-    state.rank(nodes[::-1], tier)
+    state.rank(as_i32(nodes[::-1]), tier)
     state.windows.mark_ready(nodes, tier)
     state.changes += 1
     if state.coldest:
@@ -187,5 +188,5 @@ def _insert(state: CacheState, tier: int, nodes: list[int], known: Sequence[int]
         state.backlog.arrived(news)
         if tier and news:
             state.backlog.backed_up(news, tier)
-        state.recheck_evictable(np.array(known, np.int32), apart_from=tier)
+        state.recheck_evictable(as_i32(known), apart_from=tier)
     state.attach_orphans(nodes)

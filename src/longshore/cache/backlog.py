@@ -17,17 +17,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import takewhile
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from longshore.cache.columns import LISTS, LinkedLists, as_i32, i32_view, u8_view, unique
+from longshore.cache.columns import LISTS, LinkedLists, as_i32, filled, i32_view, resized, u8_view, unique
 from longshore.cache.index import Index
 from longshore.cache.nodes import ORPHANS, ROOT
 from longshore.cache.pool import READY
 from longshore.errors import CacheError
 
 _CLEAN = 0
+
+Nodes: TypeAlias = "Sequence[int] | npt.NDArray[np.int32]"
 
 
 class Backlog:
@@ -41,19 +44,19 @@ class Backlog:
         self._thresholds = [*thresholds[: self._last], *[0] * (self._last - len(thresholds))]
         self._most = max(self._thresholds, default=0)
         self._linked = LinkedLists()
-        self._mark = bytearray(LISTS)
+        self._mark = filled(LISTS, dtype=np.uint8)
         """0 for clean; for dirty in tier t an odd number while waiting for the parent, an even one when queued."""
-        self._uses = bytearray(LISTS)
-        self._needs_use = bytearray(LISTS)
+        self._uses = filled(LISTS, dtype=np.uint8)
+        self._needs_use = filled(LISTS, dtype=np.uint8)
         """1 for chunks that are not copied before their next use."""
 
     def grow(self, nodes: int) -> None:
         """Nodes may now have any number below `nodes`."""
         if self._last:
             self._linked.grow(nodes)
-            self._mark.extend(bytes(max(0, nodes - len(self._mark))))
-            self._uses.extend(bytes(max(0, nodes - len(self._uses))))
-            self._needs_use.extend(bytes(max(0, nodes - len(self._needs_use))))
+            nodes = max(nodes, len(self._mark))
+            self._mark, self._uses = resized(self._mark, nodes), resized(self._uses, nodes)
+            self._needs_use = resized(self._needs_use, nodes)
 
     def is_dirty(self, node: int, tier: int) -> bool:
         """Whether `node` is dirty in `tier`."""
@@ -88,9 +91,9 @@ class Backlog:
                 self._queue(node, tier)
         return mark != _CLEAN
 
-    def update_all(self, nodes: Sequence[int]) -> list[int]:
+    def update_all(self, nodes: Nodes) -> list[int]:
         """`update` for many; returns those that have become clean."""
-        if not self._last or not nodes:
+        if not self._last or not len(nodes):
             return []
         ids = as_i32(nodes)
         mark, due = u8_view(self._mark)[ids], self._all_due(ids)
@@ -114,7 +117,7 @@ class Backlog:
         clean: list[int] = ids[mark != _CLEAN].tolist()
         return clean
 
-    def backed_up(self, nodes: Sequence[int], tier: int) -> None:
+    def backed_up(self, nodes: Nodes, tier: int) -> None:
         """`nodes` have become ready in `tier`: queue their dirty children in warmer tiers."""
         behind, mark = self._index.all_children(nodes), u8_view(self._mark)
         for warmer in range(tier):
@@ -144,16 +147,17 @@ class Backlog:
         u8_view(self._needs_use)[as_i32(nodes)] = 1
         self.update_all(nodes)
 
-    def arrived(self, nodes: Sequence[int]) -> None:
+    def arrived(self, nodes: Nodes) -> None:
         """`nodes`, parents first, have become ready. A chunk after one that is not copied is not copied, either."""
         if not self._last:
             return
         needs_use, parent, coldest = self._needs_use, self._index.parent, self._index.coldest_tier
-        if u8_view(needs_use)[i32_view(parent)[as_i32(nodes)]].any():
-            for node in nodes:
+        at = as_i32(nodes)
+        if u8_view(needs_use)[i32_view(parent)[at]].any():
+            for node in at.tolist():
                 if needs_use[parent[node]] and not self._is_safe_below(parent[node], coldest(node)):
                     needs_use[node] = 1
-        self.update_all(nodes)
+        self.update_all(at)
 
     def use(self, nodes: npt.NDArray[np.int32]) -> None:
         """The `nodes` were used: retry failed copies, and copy chunks that have reached the threshold."""
@@ -279,7 +283,7 @@ class Backlog:
             due = tier >= 0 and self._is_safe_below(index.parent[node], tier)
             if in_queues != ([tier] if due else []) or (mark != _CLEAN and _is_queued(mark)) != due:
                 raise CacheError(f"chunk {name} is queued for a copy down, or not queued, in error")
-        if self.counts != counts or sum(counts) != len(self._mark) - self._mark.count(_CLEAN):
+        if self.counts != counts or sum(counts) != np.count_nonzero(u8_view(self._mark)):
             raise CacheError(f"dirty chunks by tier: counted {self.counts}, found {counts}")
 
     def _walk(self, tier: int) -> set[int]:

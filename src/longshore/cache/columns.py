@@ -1,8 +1,8 @@
 """Columns: arrays with one number for each node or slot, which the garbage collector does not traverse.
 
-They are of Python's `array`, which is fast for single elements. For many elements at once, a numpy view of the same
-memory is made for the time of the operation. A column cannot grow while a view of it exists. Stacks of free numbers
-(`FreeList`), linked lists (`LinkedLists`) and a hash table (`KeyTable`) are made of columns.
+A column is a `memoryview` of a numpy array: the one is fast for single elements, the other (`i32_view`) for many at
+once. A column that grows is replaced by a larger one. Stacks of free numbers (`FreeList`), linked lists (`LinkedLists`)
+and a hash table (`KeyTable`) are made of columns.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ import numpy.typing as npt
 from longshore.boundary import Key
 from longshore.errors import CacheError, IntegrityError
 
-_INT32, _UINT32, _UINT8 = map(
-    np.dtype, (np.int32, np.uint32, np.uint8)
-)  # constants, because `np.dtype` costs as much as the view itself
+_INT32 = np.dtype(np.int32)  # a constant, because `np.dtype` costs as much as an array
 
-Column: TypeAlias = "array[int] | memoryview[int]"
+Column: TypeAlias = "memoryview[int]"
 
 I32 = npt.NDArray[np.int32]
 """Nodes or slots, shape `(n,)`."""
@@ -34,9 +32,15 @@ FEW, _FEW_KEYS = 48, 24
 """Below this number of nodes, or of keys, a loop is faster than array operations."""
 
 
-def zeros(count: int) -> array[int]:
-    """A column of `count` 32-bit zeros."""
-    return array("i", [0]) * count
+def filled(count: int, value: int = 0, dtype: npt.DTypeLike = _INT32) -> Column:
+    """A column of `count` elements of `dtype`, all of them `value`. Its memory is allocated at once."""
+    return np.full(count, value, dtype).data
+
+
+def resized(numbers: Column, size: int, value: int = 0) -> Column:
+    """The first `size` elements of a column, as another one; those that it lacks are `value`."""
+    kept: npt.NDArray[Any] = numbers.obj[:size]  # type: ignore[index]  # a numpy array, as of all columns
+    return np.concatenate([kept, np.full(size - len(kept), value, kept.dtype)]).data
 
 
 def sparse(count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -55,24 +59,24 @@ def grown(numbers: Column, size: int, dtype: npt.DTypeLike = _INT32) -> Column:
     if size <= len(numbers):
         return numbers
     larger = sparse(size, dtype).data
-    if np.asarray(memoryview(numbers)).any():
-        larger[: len(numbers)] = memoryview(numbers)
+    if np.asarray(numbers).any():
+        larger[: len(numbers)] = numbers
     return larger
 
 
 def i32_view(numbers: Column) -> npt.NDArray[np.int32]:
-    """A numpy view of a column of signed 32-bit numbers."""
-    return np.frombuffer(numbers, _INT32)
+    """The numpy array of a column of signed 32-bit numbers."""
+    return numbers.obj  # type: ignore[return-value]
 
 
-def u8_view(numbers: bytearray | memoryview[int]) -> npt.NDArray[np.uint8]:
-    """A numpy view of a column of bytes."""
-    return np.frombuffer(numbers, _UINT8)
+def u8_view(numbers: Column) -> npt.NDArray[np.uint8]:
+    """The numpy array of a column of bytes."""
+    return numbers.obj  # type: ignore[return-value]
 
 
 def u32_view(numbers: Column) -> npt.NDArray[np.uint32]:
-    """A numpy view of a column of unsigned 32-bit numbers."""
-    return np.frombuffer(numbers, _UINT32)
+    """The numpy array of a column of unsigned 32-bit numbers."""
+    return numbers.obj  # type: ignore[return-value]
 
 
 def as_i32(numbers: Sequence[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
@@ -168,8 +172,8 @@ class LinkedLists:
     __slots__ = ("after", "before")
 
     def __init__(self, size: int = LISTS) -> None:
-        self.after: Column = array("i", range(LISTS))
-        self.before: Column = array("i", range(LISTS))
+        self.after: Column = np.arange(LISTS, dtype=np.int32).data
+        self.before: Column = np.arange(LISTS, dtype=np.int32).data
         self.grow(size)
 
     def grow(self, size: int) -> None:
@@ -301,7 +305,7 @@ class KeyTable:
 
     def __init__(self, size: int) -> None:
         self._rows: npt.NDArray[Any] = np.empty(size, "V1")
-        self._following, self._before = zeros(size), zeros(size)
+        self._following, self._before = filled(size), filled(size)
         """The next and the previous node of the same bucket; the first one has `~bucket`, nodes without a key 0."""
         self._count = 0
         self._begin(size)
@@ -311,7 +315,7 @@ class KeyTable:
         self._missing: tuple[Sequence[Key], npt.NDArray[Any], npt.NDArray[np.int64]] | None = None
         """The keys that were looked up last, also as an array, and their buckets, if no node has one of them: a store
         looks up the keys that it inserts."""
-        self._first = zeros(self._mask + 1)
+        self._first = filled(self._mask + 1)
 
     def __len__(self) -> int:
         return self._count
@@ -452,8 +456,7 @@ class KeyTable:
         if more <= 0:
             return
         self._rows = np.concatenate([self._rows, np.empty(more, self._rows.dtype)])
-        self._following.extend(zeros(more))
-        self._before.extend(zeros(more))
+        self._following, self._before = resized(self._following, size), resized(self._before, size)
         if size > len(self._first):
             nodes = self.nodes()
             self._begin(size)
@@ -500,7 +503,7 @@ def in_policy_already(node: int) -> IntegrityError:
     return IntegrityError(f"node {node} is already in the policy, or is below {LISTS}, the first number of a node")
 
 
-def check_new(states: bytearray | Column, nodes: Sequence[int], out: int = 0) -> None:
+def check_new(states: Column, nodes: Sequence[int], out: int = 0) -> None:
     """Raise `IntegrityError` if one of `nodes` is in the policy already, given twice, or no number of a node.
 
     `states` is the policy's column: that of a node that is not in the policy is `out`.
@@ -512,16 +515,14 @@ def check_new(states: bytearray | Column, nodes: Sequence[int], out: int = 0) ->
         good = len(set(nodes)) == len(nodes) and min(nodes) >= LISTS and (list(there).count(out) == len(nodes))
     else:
         ids = as_i32(nodes)
-        good = ids.min() >= LISTS and (np.asarray(memoryview(states))[ids] == out).all() and not has_duplicates(ids)
+        good = ids.min() >= LISTS and (np.asarray(states)[ids] == out).all() and not has_duplicates(ids)
     if not good:
         raise in_policy_already(
             next(node for i, node in enumerate(nodes) if node < LISTS or states[node] != out or node in nodes[:i])
         )
 
 
-def check_in(states: bytearray | Column, nodes: Sequence[int] | npt.NDArray[np.int32]) -> None:
+def check_in(states: Column, nodes: Sequence[int] | npt.NDArray[np.int32]) -> None:
     """Raise `IntegrityError` if one of `nodes` is not in the policy, by its element of `states`."""
-    if not all(
-        map(states.__getitem__, nodes) if len(nodes) < FEW else (np.asarray(memoryview(states))[as_i32(nodes)].all(),)
-    ):
+    if not all(map(states.__getitem__, nodes) if len(nodes) < FEW else (np.asarray(states)[as_i32(nodes)].all(),)):
         raise not_in_policy(next(node for node in nodes if not states[node]))

@@ -481,7 +481,7 @@ class Evictor:
     def _drop_leaves(self, nodes: Sequence[int], tier: int) -> None:
         """Evict sole copies, which are clean."""
         state, index, policy = self._state, self._state.index, self._state.policies[tier]
-        ids = np.array(nodes, np.int32)
+        ids = as_i32(nodes)
         keys, slots = index.key[ids].tolist(), i32_view(index.slot[tier])[ids]
         self._log(nodes, tier)
         state.observe_ages(tier, slots)
@@ -499,7 +499,7 @@ class Evictor:
             if index.is_ready(parent, tier) and policy.is_held(parent):
                 policy.release(self._held_chain(parent, tier, policy, {}, len(policy))[::-1])
         if state.coldest and freed:
-            state.recheck_evictable(np.array(freed, np.int32), apart_from=tier if tier == state.coldest else -1)
+            state.recheck_evictable(as_i32(freed), apart_from=tier if tier == state.coldest else -1)
 
     def _held_chain(self, node: int, tier: int, policy: EvictionPolicy, left: dict[int, int], most: int) -> list[int]:
         """The held `node`, which has no children left, and the ancestors that can be evicted right after it; at most
@@ -509,7 +509,7 @@ class Evictor:
         """
         parent, reach, is_held = self._state.index.parent, self._state.index.num_children[0], policy.is_held
         # The copy cannot be evicted if, for instance, a warmer tier has the whole path.
-        if most < 1 or not self._evictable_sole(np.array((node,), np.int32), tier)[0]:
+        if most < 1 or not self._evictable_sole(as_i32((node,)), tier)[0]:
             return []
         chain: list[int] = []
         while node > ORPHANS and len(chain) < most and is_held(node):
@@ -517,7 +517,7 @@ class Evictor:
             node = parent[node]
             if left.get(node, reach[node]) > 1:
                 break
-        del chain[count_leading(self._evictable_sole(np.array(chain, np.int32), tier)) :]
+        del chain[count_leading(self._evictable_sole(as_i32(chain), tier)) :]
         above = parent[chain[-1]]
         left[above] = left.get(above, reach[above]) - 1
         return chain

@@ -178,10 +178,7 @@ class Index(Nodes):
     # ------------------------------------------------------------------ changes
 
     def are_loadable(self, nodes: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-        """Whether each of `nodes` is loadable, also from an orphan; false for `ROOT`. Shape of `nodes`.
-
-        No view of the column is kept by a caller: the column could not grow while a traceback has it.
-        """
+        """Whether each of `nodes` is loadable, also from an orphan; false for `ROOT`. Shape of `nodes`."""
         found: npt.NDArray[np.bool_] = (nodes != ROOT) & (u8_view(self.loadable)[nodes] != 0)
         return found
 
@@ -251,7 +248,7 @@ class Index(Nodes):
 
         Raises `IntegrityError`, with nothing changed, if one has a copy there, or its parent has none there or colder.
         """
-        ids, columns = np.array(nodes, np.int32), [i32_view(slot) for slot in self.slot]
+        ids, columns = as_i32(nodes), [i32_view(slot) for slot in self.slot]
         second = columns[tier][ids] >= 0
         parents = i32_view(self.parent)[ids]
         orphans = parents > ORPHANS
@@ -275,9 +272,9 @@ class Index(Nodes):
         columns[tier][ids] = slots
         i32_view(self.pools[tier].node)[slots] = ids
 
-    def all_children(self, nodes: Sequence[int]) -> npt.NDArray[np.int32]:
+    def all_children(self, nodes: Sequence[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """The children of all `nodes`, in order of parent, the youngest first."""
-        return self._tree.all_children(np.array(nodes, np.int32))
+        return self._tree.all_children(as_i32(nodes))
 
     def drop_copies(self, nodes: npt.NDArray[np.int32], tier: int) -> None:
         """`drop_copy` for nodes that a colder tier has; keeps the nodes of their slots."""

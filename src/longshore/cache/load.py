@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Addresses, Key, Section, Slots
-from longshore.cache.columns import count_leading, i32_view, u8_view
+from longshore.cache.columns import as_i32, count_leading, i32_view, u8_view
 from longshore.cache.lookups import LeasedChunks, LeaseRecord, Leases
 from longshore.cache.offload import Offloader
 from longshore.cache.pool import READY
@@ -166,7 +166,7 @@ class Loader:
         Returns tiers and slots, and the number of leading chunks that are ready in the host tier.
         """
         index, pools = self._state.index, self._state.pools
-        host_slots = i32_view(index.slot[0])[np.array(path, np.int32)]
+        host_slots = i32_view(index.slot[0])[as_i32(path)]
         absent = (host_slots < 0).nonzero()[0].tolist()
         i32_view(pools[0].readers)[host_slots[host_slots >= 0]] += 1
         in_host = count_leading(u8_view(pools[0].state)[host_slots[: absent[0] if absent else len(path)]] == READY)

@@ -36,7 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key, Section
-from longshore.cache.columns import I32, as_i32, count_leading, has_duplicates, i32_view, runs_of, u8_view, unique
+from longshore.cache.columns import I32, as_i32, count_leading, has_duplicates, runs_of, u8_view, unique
 from longshore.cache.events import EventKind
 from longshore.cache.eviction.hit_rates import ReuseHint
 from longshore.cache.index import Index, Residency, nodes_of
@@ -114,7 +114,7 @@ class Leases:
     @property
     def protected(self) -> int:
         """Number of chunks that lookups protect until the end of the step."""
-        return int(np.count_nonzero(u8_view(self._state.protected)[np.unique(i32_view(self._step))]))
+        return int(np.count_nonzero(u8_view(self._state.protected)[np.unique(as_i32(self._step))]))
 
     def __iter__(self) -> Iterator[LeaseRecord]:
         return iter(self._records.values())
@@ -177,7 +177,7 @@ class Leases:
     def end_step(self) -> None:
         """The step has ended: remove all protections."""
         if self._step:
-            nodes, self._step = i32_view(self._step), array("i")
+            nodes, self._step = as_i32(self._step), array("i")
             u8_view(self._state.protected)[nodes] = 0
             self._state.recheck_evictable(nodes)
         self._state.discard_invalid_copies()

@@ -14,7 +14,17 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.columns import FEW, LISTS, FreeList, KeyTable, as_i32, i32_view, u8_view, zeros
+from longshore.cache.columns import (
+    FEW,
+    LISTS,
+    FreeList,
+    KeyTable,
+    as_i32,
+    filled,
+    i32_view,
+    resized,
+    u8_view,
+)
 from longshore.cache.pool import READY, SlotPool
 from longshore.errors import CacheError, IntegrityError
 
@@ -32,12 +42,12 @@ class NodeTree:
     __slots__ = ("child", "older", "parent", "younger")
 
     def __init__(self, size: int) -> None:
-        self.parent, self.child, self.older, self.younger = (zeros(size) for _ in range(4))
+        self.parent, self.child, self.older, self.younger = (filled(size) for _ in range(4))
 
-    def grow(self, more: int) -> None:
-        """Make room for `more` nodes."""
-        for links in (self.parent, self.child, self.older, self.younger):
-            links.extend(zeros(more))
+    def grow(self, size: int) -> None:
+        """Make room for nodes below `size`."""
+        self.parent, self.child = resized(self.parent, size), resized(self.child, size)
+        self.older, self.younger = resized(self.older, size), resized(self.younger, size)
 
     def children(self, node: int) -> Iterator[int]:
         """The children of `node`, youngest first. The tree must not change during the iteration."""
@@ -63,7 +73,7 @@ class NodeTree:
                 each = older[each]
                 if len(found) > len(older):
                     raise IntegrityError(f"the siblings of node {first} form a cycle: damaged links")
-        return i32_view(found)
+        return as_i32(found)
 
     def check_integrity(self, live: npt.NDArray[np.int32]) -> None:
         """Raise `CacheError` unless each of all `live` nodes is once among the children of its parent."""
@@ -224,10 +234,10 @@ class Nodes:
         self.parent, self.children, self.path = self._tree.parent, self._tree.children, self._tree.path
         self.child, self.older = self._tree.child, self._tree.older
         """The youngest child of each node, and its next older sibling; `ROOT` for none."""
-        self.depth = zeros(self.size)
-        self.slot = [array("i", [NONE]) * self.size for _ in pools]
-        self.num_children = [zeros(self.size) for _ in pools]
-        self.loadable = bytearray(self.size)
+        self.depth = filled(self.size)
+        self.slot = [filled(self.size, NONE) for _ in pools]
+        self.num_children = [filled(self.size) for _ in pools]
+        self.loadable = filled(self.size, dtype=np.uint8)
         self.depth[ROOT], self.depth[ORPHANS] = -1, _FAR
         self.loadable[ROOT], self.loadable[ORPHANS] = ROOTED, ORPHANED
         self.orphans: dict[int, Key] = {}
@@ -306,7 +316,7 @@ class Nodes:
         """`size_class_of` for many."""
         if len(nodes) < FEW:
             return list(map(self.size_class_of, nodes))
-        ids = np.array(nodes, np.int32)
+        ids = as_i32(nodes)
         size_classes = np.full(len(ids), NONE)
         for tier in self.tiers:
             slots = i32_view(self.slot[tier])[ids]
@@ -327,15 +337,14 @@ class Nodes:
     def resize(self) -> None:
         """The pools were resized: make room for as many chunks. Existing nodes keep their numbers."""
         more = max(0, LISTS + sum(pool.capacity for pool in self.pools) - self.size)
-        self.key.grow(self.size + more)
-        self._tree.grow(more)
-        for counts in (self.depth, *self.num_children):
-            counts.extend(zeros(more))
-        for slots in self.slot:
-            slots.extend(array("i", [NONE]) * more)
-        self.loadable.extend(bytes(more))
-        self._free = FreeList(array("i", range(self.size + more - 1, self.size - 1, -1)) + array("i", self._free))
-        self.size += more
+        free = array("i", range(self.size + more - 1, self.size - 1, -1)) + array("i", self._free)
+        self._free, self.size = FreeList(free), self.size + more
+        self.key.grow(self.size)
+        self._tree.grow(self.size)
+        self.parent, self.child, self.older = self._tree.parent, self._tree.child, self._tree.older
+        self.depth, self.loadable = resized(self.depth, self.size), resized(self.loadable, self.size)
+        self.num_children = [resized(counts, self.size) for counts in self.num_children]
+        self.slot = [resized(slots, self.size, NONE) for slots in self.slot]
 
     def _enter(
         self,

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.columns import count_leading, zeros
+from longshore.cache.columns import count_leading, filled, resized
 from longshore.cache.index import Index
 from longshore.cache.nodes import ROOTED
 from longshore.errors import CacheError
@@ -87,7 +87,7 @@ class PartialPrefixes:
         self._width = width
         self._tokens: Tokens = np.zeros((0, width), np.uint32)
         self._above = np.empty(0, object)
-        self._older, self._younger = zeros(0), zeros(0)
+        self._older, self._younger = filled(0), filled(0)
         self._youngest: dict[Key, int] = {}
 
     def grow(self, nodes: int) -> None:
@@ -96,8 +96,7 @@ class PartialPrefixes:
         if self.on and more > 0:
             self._tokens = np.concatenate([self._tokens, np.zeros((more, self._width), np.uint32)])
             self._above = np.concatenate([self._above, np.empty(more, object)])
-            self._older.extend(zeros(more))
-            self._younger.extend(zeros(more))
+            self._older, self._younger = resized(self._older, nodes), resized(self._younger, nodes)
 
     def learn(self, keys: Sequence[Key], first: int, prompt_tokens: PromptTokens, chunk_tokens: int) -> None:
         """Store the tokens of those of `keys[first:]` that are in a tier; `prompt_tokens` has them."""

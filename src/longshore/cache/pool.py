@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Slabs, Status
-from longshore.cache.columns import FreeList, as_i32, has_duplicates, i32_view, u8_view, zeros
+from longshore.cache.columns import FreeList, as_i32, filled, has_duplicates, i32_view, resized, u8_view
 from longshore.errors import CacheError, CapacityError, IntegrityError, StateError
 
 
@@ -104,13 +104,13 @@ class SlotPool:
         """The tier of the slots, as errors begin with it: `host tier: `; empty if it is not known."""
         self.capacity = capacity = slots.indices
         """Indices of slots are below this one."""
-        self.state = bytearray(capacity)
+        self.state = filled(capacity, FREE, np.uint8)
         """Index into `STATES`, by slot."""
-        self.node = zeros(capacity)
+        self.node = filled(capacity)
         """The node of the chunk in each slot; 0 for none."""
-        self.readers = zeros(capacity)
+        self.readers = filled(capacity)
         """Number of jobs that read each slot."""
-        self.written = zeros(capacity)
+        self.written = filled(capacity)
         """When each slot was filled, in sixteenths of a second; 0 if it was not by this process."""
         self.writer: dict[int, int] = {}
         """The job that fills a slot."""
@@ -196,19 +196,16 @@ class SlotPool:
         """Resize to `slabs` slabs. Raises `CapacityError`, with nothing changed, if a slot above is not free."""
         if slabs < 0:
             raise CacheError(f"{self.where}expected zero or more slots, got {slabs}")
-        resized = replace(self.slabs, slabs=slabs)
-        capacity = resized.indices
+        after = replace(self.slabs, slabs=slabs)
+        capacity = after.indices
         taken = sum(state != FREE for state in self.state[capacity:])
         if taken:
             how = f"from {self.capacity} to {capacity} slots: {taken} above are in use"
             raise CapacityError(f"{self.where}cannot resize {how}")
-        more = max(0, capacity - self.capacity)
-        self.state = self.state[:capacity] + bytearray(more)
-        self.node = self.node[:capacity] + zeros(more)
-        self.readers = self.readers[:capacity] + zeros(more)
-        self.written = self.written[:capacity] + zeros(more)
+        self.state, self.node = resized(self.state, capacity, FREE), resized(self.node, capacity)
+        self.readers, self.written = resized(self.readers, capacity), resized(self.written, capacity)
         self._resize(slabs)
-        self.slabs, self.capacity = resized, capacity
+        self.slabs, self.capacity = after, capacity
 
     def mark_written(self, slots: npt.NDArray[np.int32], now: float) -> None:
         """`slots` were filled at `now`, in seconds."""
@@ -271,8 +268,8 @@ class SlotPool:
     def clear(self) -> None:
         """Free all slots; those that jobs use drain."""
         busy = {*self.writer, *(i for i, count in enumerate(self.readers) if count)}
-        self.node = zeros(self.capacity)
-        self.state = bytearray(self.capacity)
+        self.node = filled(self.capacity)
+        self.state = filled(self.capacity, FREE, np.uint8)
         for index in busy:
             self.state[index] = DRAINING
         self.invalid = {index: status for index, status in self.invalid.items() if index in busy}
@@ -313,7 +310,7 @@ class SlotPool:
         """Remove the free `slots` from the free list. Raises `CacheError` for another size class."""
         if size_classes.any():
             raise CacheError(f"expected size class 0, as all images have one size; got {np.unique(size_classes)}")
-        wanted, free = np.zeros(self.capacity, bool), i32_view(array("i", self._free))
+        wanted, free = np.zeros(self.capacity, bool), as_i32(array("i", self._free))
         wanted[slots] = True
         self._free = FreeList(array("i", free[~wanted[free]].tobytes()))
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Slabs
-from longshore.cache.columns import LISTS, LinkedLists, i32_view, u8_view, zeros
+from longshore.cache.columns import LISTS, LinkedLists, as_i32, filled, i32_view, resized, u8_view
 from longshore.cache.pool import FREE, SlotPool
 from longshore.errors import CacheError
 
@@ -136,12 +136,12 @@ class SlabPool(SlotPool):
     def _all_free(self, taken: Sequence[int]) -> None:
         count, size_classes = self.slabs.slabs, len(self.slabs.images)
         before = [self.size_class_of(index) for index in taken]
-        self.owner = bytearray([NOBODY]) * count
+        self.owner = filled(count, NOBODY, np.uint8)
         """The size class of each slab."""
-        self._taken = zeros(count)
-        self._fresh = zeros(count)
-        self._returned = array("i", [_NONE]) * count
-        self._next = array("i", [_NONE]) * self.capacity
+        self._taken = filled(count)
+        self._fresh = filled(count)
+        self._returned = filled(count, _NONE)
+        self._next = filled(self.capacity, _NONE)
         self._used_at = array("q", bytes(8 * count))
         self._clock = 0
         self._spare = array("i", range(count - 1, -1, -1))
@@ -249,7 +249,7 @@ class SlabPool(SlotPool):
             return
         stride, images = self.slabs.stride, np.array(self.slabs.images)
         u8_view(self.owner)[slabs] = size_classes
-        spare = i32_view(self._spare)
+        spare = as_i32(self._spare)
         self._spare = array("i", spare[u8_view(self.owner)[spare] == NOBODY].tobytes())
         times = np.frombuffer(self._used_at, np.int64)
         times[slabs] = self._clock + 1 + np.arange(len(slabs))
@@ -285,12 +285,11 @@ class SlabPool(SlotPool):
     def _resize(self, slabs: int) -> None:
         before = len(self.owner)
         more = max(0, slabs - before)
-        self.owner = self.owner[:slabs] + bytearray([NOBODY]) * more
+        self.owner = resized(self.owner, slabs, NOBODY)
         for name in ("_taken", "_fresh", "_returned"):
-            setattr(self, name, getattr(self, name)[:slabs] + zeros(more))
+            setattr(self, name, resized(getattr(self, name), slabs))
         self._used_at = self._used_at[:slabs] + array("q", bytes(8 * more))
-        capacity = slabs * self.slabs.stride
-        self._next = self._next[:capacity] + zeros(capacity - len(self._next[:capacity]))
+        self._next = resized(self._next, slabs * self.slabs.stride)
         self._partial.grow(LISTS + slabs)
         self._ages.grow(LISTS + slabs)
         self._spare = array("i", [*range(slabs - 1, before - 1, -1), *(i for i in self._spare if i < slabs)])

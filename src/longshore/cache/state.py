@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from longshore.boundary import Key, Status
 from longshore.cache.backlog import Backlog
-from longshore.cache.columns import as_i32, i32_view, u8_view, unique
+from longshore.cache.columns import as_i32, filled, i32_view, resized, u8_view, unique
 from longshore.cache.events import EVICTED, RESET, EventKind, EventLog
 from longshore.cache.eviction import EvictionPolicy
 from longshore.cache.eviction.hit_rates import ReuseHint, ReuseHints
@@ -103,7 +103,7 @@ class CacheState:
         )
         self.windows = WindowMarks(self.index, self.policies)
         self.partials = PartialPrefixes(self.index, self._token_width)
-        self.protected = bytearray()
+        self.protected = filled(0, dtype=np.uint8)
         """1 for nodes that a lookup protects until the end of the step."""
         self._invalid_copies: list[tuple[int, int]] = []
         """Tiers and slots of invalid copies, to be removed when the step ends."""
@@ -142,11 +142,11 @@ class CacheState:
         self.windows.grow(self.index.size)
         self.partials.grow(self.index.size)
         self.priorities.grow(self.index.size)
-        self.protected.extend(bytes(self.index.size - len(self.protected)))
+        self.protected = resized(self.protected, self.index.size)
 
     def runs(self, nodes: Sequence[int]) -> tuple[Run, ...]:
         """Where `nodes` are, as runs by the warmest tier that has them ready."""
-        ids = np.array(nodes, np.int32)
+        ids = as_i32(nodes)
         if len(ids) and np.count_nonzero(self.index.are_ready(ids, 0)) == len(ids):
             return (Run(self.tier_names[0], len(ids)),)
         warmest = np.full(len(ids), _NOWHERE, np.uint8)
@@ -219,7 +219,7 @@ class CacheState:
             raise
         pool.writer.update(zip(slots, repeat(job), strict=False))
         if clean := self.backlog.update_all(nodes):
-            self.recheck_evictable(np.array(clean, np.int32))
+            self.recheck_evictable(as_i32(clean))
         return slots
 
     def end_writes(self, tier: int, slots: Sequence[int]) -> list[int]:
@@ -241,13 +241,13 @@ class CacheState:
         """Copies of `nodes`, parents first, have become ready in `tier`. Returns orphans that now have parents."""
         if self.log.on:
             self.log.arrived(self.index, self.tier_names, nodes, tier)
-        leaf = bool(nodes) and not any(self.index.children(nodes[-1]))
+        at, leaf = as_i32(nodes), bool(nodes) and not self.index.child[nodes[-1]]
         if not tier:
             self.policies[0].insert(nodes[::-1], leaf=leaf)
-            self._record_uses_elsewhere(as_i32(nodes)[::-1], leaf=leaf)
+            self._record_uses_elsewhere(at[::-1], leaf=leaf)
         elif tier < self.coldest or not self.coldest_ranks_all:
             self.policies[tier].insert_copies(nodes[::-1], leaf=leaf)
-        self.rank(nodes[::-1], tier, leaf=leaf)
+        self.rank(at[::-1], tier, leaf=leaf)
         if self.several_sizes:
             slots = self.index.slot[tier]
             self.pools[tier].record_use([slots[node] for node in reversed(nodes)])
@@ -255,19 +255,18 @@ class CacheState:
         if self.windows.used:
             self.windows.mark_ready(nodes, tier)
         if self.coldest:
-            self.backlog.arrived(nodes)
+            self.backlog.arrived(at)
             if tier and nodes:
-                self.backlog.backed_up(nodes, tier)
-            self.recheck_evictable(np.array(nodes, np.int32), apart_from=tier)
+                self.backlog.backed_up(at, tier)
+            self.recheck_evictable(at, apart_from=tier)
         return self.attach_orphans(news)
 
-    def rank(self, nodes: Sequence[int], tier: int, *, leaf: bool = False) -> None:
-        """Copies of `nodes`, tail first, are ready in `tier`: the policy that ranks all chunks gets those new to it."""
-        if self.coldest_ranks_all and nodes:
-            ids = as_i32(nodes)
-            new = ~self.index.are_ready_in_any(ids, [each for each in self.index.tiers if each != tier])
+    def rank(self, nodes: npt.NDArray[np.int32], tier: int, *, leaf: bool = False) -> None:
+        """Copies of `nodes`, tail first, are ready in `tier`: the policy that ranks all gets those new to it."""
+        if self.coldest_ranks_all and len(nodes):
+            new = ~self.index.are_ready_in_any(nodes, [each for each in self.index.tiers if each != tier])
             if new.any():
-                self.policies[self.coldest].insert(ids[new].tolist(), leaf=leaf and bool(new[0]))
+                self.policies[self.coldest].insert(nodes[new].tolist(), leaf=leaf and bool(new[0]))
 
     def are_ranked(self, nodes: npt.NDArray[np.int32], tier: int) -> npt.NDArray[np.bool_]:
         """Which of `nodes` the policy of `tier` ranks: those that are ready there, or in any tier."""
@@ -416,7 +415,7 @@ class CacheState:
     def retain_in_host(self, nodes: Iterable[int]) -> None:
         """Keep exactly the copies of `nodes` in the host tier from eviction, of all nodes."""
         before, self.retained_in_host = self.retained_in_host, set(nodes)
-        self.recheck_evictable(np.array(sorted(before - self.retained_in_host), np.int32))
+        self.recheck_evictable(as_i32(sorted(before - self.retained_in_host)))
 
     def check_size_class(self, nodes: Sequence[int], size_class: int) -> None:
         """Raise `CacheError` if one of `nodes` (0 is no node) is of another size class."""
@@ -487,7 +486,7 @@ class CacheState:
                 name,
                 pool.capacity,
                 pool.used,
-                pool.state.count(READY),
+                int(np.count_nonzero(u8_view(pool.state) == READY)),
                 pool.slabs.nbytes,
                 pool.used_bytes,
                 tuple(SizeStats(size, *pool.used_by(each)) for each, size in enumerate(pool.slabs.image_bytes)),
@@ -504,7 +503,7 @@ class CacheState:
             pool.check_integrity()
             policy.check_integrity()
             live = nodes[i32_view(index.slot[tier])[nodes] >= 0]
-            if len(live) + pool.state.count(DRAINING) != pool.used:
+            if len(live) + np.count_nonzero(u8_view(pool.state) == DRAINING) != pool.used:
                 raise CacheError(f"{name}: {len(live)} copies use {pool.used} slots")
             ready = nodes[self.are_ranked(nodes, tier)]
             if len(policy) != len(ready) or not policy.resident(index.size)[ready].all():

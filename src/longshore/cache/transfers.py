@@ -461,14 +461,16 @@ class Transfers:
         destination: TierSlots | None,
     ) -> Sequence[Item]:
         """The items, in columns if all slots of a side are of one size class."""
-        if all(side is None or len(self._size_classes(side)) < 2 for side in (source, destination)):
+        if not self.state.several_sizes or all(
+            side is None or len(self._size_classes(side)) < 2 for side in (source, destination)
+        ):
             return Items(tuple(keys), tuple(parents), self._slots(source), self._slots(destination))
         begins, ends = (repeat(None) if side is None else self._addresses(*side) for side in (source, destination))
         rows = zip(keys, parents, begins, ends, strict=False)
         return tuple(map(Item._make, rows))
 
     def _size_classes(self, side: TierSlots) -> set[int]:
-        return set(map(self.state.pools[side.tier].size_class_of, side.slots)) if self.state.several_sizes else {0}
+        return set(map(self.state.pools[side.tier].size_class_of, side.slots))
 
     def _addresses(self, tier: int, slots: Sequence[int]) -> Iterator[Slot]:
         name, size_class_of = self._name(tier), self.state.pools[tier].size_class_of

@@ -36,7 +36,16 @@ from xxhash import xxh3_64_digest
 
 from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
 from longshore.cache import CacheSettings, GroupKeys, Lease, ReuseHint, TieredCache, TierSpec
-from longshore.cache.columns import LISTS, LinkedLists, check_in, check_new, in_policy_already, not_in_policy
+from longshore.cache.columns import (
+    LISTS,
+    LinkedLists,
+    check_in,
+    check_new,
+    filled,
+    in_policy_already,
+    not_in_policy,
+    resized,
+)
 from longshore.cache.eviction import DEFAULT_POLICY, LRU, POLICIES, EvictionPolicy
 from longshore.cache.eviction.base import NodeKeys
 from longshore.cache.eviction.hit_rates import ReuseHints
@@ -187,17 +196,17 @@ class S3FIFO(OneByOne):
     def __init__(self, slots: int, keys: NodeKeys) -> None:
         super().__init__(slots, keys)
         self._linked = LinkedLists()
-        self._queue = bytearray(LISTS)
-        self._held = bytearray(LISTS)
-        self._uses = bytearray(LISTS)
+        self._queue = filled(LISTS, dtype=np.uint8)
+        self._held = filled(LISTS, dtype=np.uint8)
+        self._uses = filled(LISTS, dtype=np.uint8)
         self._counts = [0, 0, 0]
         self._ghosts: OrderedDict[Key, None] = OrderedDict()
 
     def grow(self, nodes: int) -> None:
         """Nodes may now have any number below `nodes`."""
         self._linked.grow(nodes)
-        for each in (self._queue, self._held, self._uses):
-            each.extend(bytes(max(0, nodes - len(each))))
+        nodes = max(nodes, len(self._queue))
+        self._queue, self._held, self._uses = (resized(each, nodes) for each in (self._queue, self._held, self._uses))
 
     def insert(self, nodes: Sequence[int], *, leaf: bool = False, continues: bool = False) -> None:
         """`nodes` became resident: in the main queue if they were evicted from the small one recently."""
@@ -271,7 +280,7 @@ class S3FIFO(OneByOne):
         for which in (self.SMALL, self.MAIN):
             self._linked.check_integrity(which)
             queued = {node for node, queue in enumerate(self._queue) if queue == which and not self._held[node]}
-            if set(self._linked.walk(which)) != queued or self._queue.count(which) != self._counts[which]:
+            if set(self._linked.walk(which)) != queued or bytes(self._queue).count(which) != self._counts[which]:
                 raise CacheError(f"S3-FIFO marks {len(queued)} nodes for queue {which}, counts {self._counts[which]}")
 
     @property

@@ -58,6 +58,14 @@ class TraceRequest:
 MAX_HASH_ID = 2**64 - 1
 
 
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"expected numbers, got {name}")
+
+
+_JSON = json.JSONDecoder(parse_constant=_no_number)
+"""One for all lines: `json.loads` makes another for each call that has a `parse_constant`."""
+
+
 class Fields:
     """Typed access to the fields of an object; a wrong type or a missing field is a `TraceError`."""
 
@@ -70,16 +78,11 @@ class Fields:
     @classmethod
     def parse(cls, where: str, text: bytes) -> Fields:
         """Parse the JSON object in `text`, in UTF-8."""
-
-        def constant(name: str) -> NoReturn:
-            raise TraceError(f"{where}: expected JSON numbers, got {name}")
-
         try:
-            return cls(where, json.loads(text.decode("utf-8"), parse_constant=constant))
-        except TraceError:
-            raise
+            found = _JSON.decode(text.decode("utf-8"))
         except (ValueError, RecursionError) as error:  # also invalid UTF-8, and integers with too many digits
             raise TraceError(f"{where}: expected a JSON object in UTF-8: {error}") from error
+        return cls(where, found)
 
     def __contains__(self, name: object) -> bool:
         return name in self._fields

@@ -20,7 +20,18 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.columns import LISTS, LinkedLists, as_i32, check_in, check_new, not_in_policy, u8_view, unique
+from longshore.cache.columns import (
+    LISTS,
+    LinkedLists,
+    as_i32,
+    check_in,
+    check_new,
+    filled,
+    not_in_policy,
+    resized,
+    u8_view,
+    unique,
+)
 from longshore.cache.eviction.base import EvictionPolicy, NodeKeys
 from longshore.cache.eviction.ghosts import Ghosts
 from longshore.errors import CacheError
@@ -40,7 +51,7 @@ class ARC(EvictionPolicy):
         self.target = 0.0
         """Slots intended for chunks used once."""
         self._linked = LinkedLists()
-        self._place = bytearray(LISTS)
+        self._place = filled(LISTS, dtype=np.uint8)
         self._counts = [0, 0, 0]
         self._ghosts = Ghosts(slots)
 
@@ -53,7 +64,7 @@ class ARC(EvictionPolicy):
     def grow(self, nodes: int) -> None:
         """Make room for node numbers below `nodes`."""
         self._linked.grow(nodes)
-        self._place.extend(bytes(max(0, nodes - len(self._place))))
+        self._place = resized(self._place, max(nodes, len(self._place)))
 
     def insert(self, nodes: Sequence[int], *, leaf: bool = False, continues: bool = False) -> None:
         """Insert `nodes`; those in a ghost list count as used often."""
@@ -198,7 +209,7 @@ class ARC(EvictionPolicy):
         for which in (_ONCE, _OFTEN):
             self._linked.check_integrity(which)
             marked = set(np.flatnonzero(u8_view(self._place) == which).tolist())
-            held = self._place.count(which | _HELD)
+            held = int(np.count_nonzero(u8_view(self._place) == which | _HELD))
             if set(self._linked.walk(which)) != marked or len(marked) + held != self._counts[which]:
                 found = f"{len(marked)} marked and {held} held"
                 raise CacheError(f"internal error: ARC: counted {self._counts[which]} nodes, found {found}")

@@ -8,7 +8,18 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.columns import LISTS, LinkedLists, as_i32, check_in, check_new, not_in_policy, u8_view, unique
+from longshore.cache.columns import (
+    LISTS,
+    LinkedLists,
+    as_i32,
+    check_in,
+    check_new,
+    filled,
+    not_in_policy,
+    resized,
+    u8_view,
+    unique,
+)
 from longshore.cache.eviction.base import EvictionPolicy, NodeKeys
 from longshore.errors import CacheError
 
@@ -22,13 +33,13 @@ class LRU(EvictionPolicy):
     def __init__(self, slots: int, keys: NodeKeys) -> None:
         super().__init__(slots, keys)
         self._linked = LinkedLists()
-        self._place = bytearray(LISTS)
+        self._place = filled(LISTS, dtype=np.uint8)
         self._count = 0
 
     def grow(self, nodes: int) -> None:
         """Make room for node numbers below `nodes`."""
         self._linked.grow(nodes)
-        self._place.extend(bytes(max(0, nodes - len(self._place))))
+        self._place = resized(self._place, max(nodes, len(self._place)))
 
     def insert(self, nodes: Sequence[int], *, leaf: bool = False, continues: bool = False) -> None:
         """Insert `nodes`; the last becomes the most recently used."""
@@ -159,7 +170,7 @@ class LRU(EvictionPolicy):
         self._linked.check_integrity(_ORDER)
         ordered = set(self.order())
         marked = set(np.flatnonzero(u8_view(self._place) == _IN).tolist())
-        held = self._place.count(_HELD)
+        held = int(np.count_nonzero(u8_view(self._place) == _HELD))
         if ordered != marked or len(marked) + held != self._count:
             found = f"{len(ordered)} in order, {len(marked)} marked and {held} held"
             raise CacheError(f"internal error: LRU: counted {self._count} nodes, found {found}")
