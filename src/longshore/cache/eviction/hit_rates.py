@@ -266,6 +266,8 @@ _FROM, _UNTIL = np.triu_indices(AGES)
 _FIRST = np.searchsorted(_FROM, range(AGES))
 """All pairs of ages, to wait from the begin of the one until the end of the other; and the first pair of each."""
 _NO_TIME = 1e-300
+_TOGETHER = 32
+"""The rates of so many kinds are computed at once, so that arrays stay small: memory for large ones is mapped anew each time."""
 
 _WEIGHTS = np.array(WEIGHTS)
 
@@ -391,9 +393,12 @@ class HitRates:
         np.cumprod(1.0 - self.chances().T, axis=0, out=still[1:])
         time = np.zeros((AGES + 1, self.kinds))  # to be spent from there on; from the end, exact where little is left
         time[:-1] = np.cumsum((still[:-1] * _WIDTHS[:, None])[::-1], axis=0)[::-1]
-        spent = np.maximum(time[_FROM] - time[_UNTIL + 1], _NO_TIME)
-        rates = (still[_FROM] - still[_UNTIL + 1]) / spent
-        promised: _Floats = np.ascontiguousarray(np.maximum.reduceat(rates, _FIRST, axis=0).T)
+        promised = np.empty((self.kinds, AGES))
+        for first in range(0, self.kinds, _TOGETHER):
+            some, left = still[:, first : first + _TOGETHER], time[:, first : first + _TOGETHER]
+            spent = np.maximum(left[_FROM] - left[_UNTIL + 1], _NO_TIME)
+            rates = (some[_FROM] - some[_UNTIL + 1]) / spent
+            promised[first : first + _TOGETHER] = np.maximum.reduceat(rates, _FIRST, axis=0).T
         for some, kinds in ((promised[:PLAIN], PLAIN), (promised[PLAIN:], HINTED)):
             by_uses = some.reshape(-1, kinds, AGES)[:, 1:].reshape(len(some) // kinds, kinds // GAPS, GAPS, AGES)
             np.maximum.accumulate(by_uses, axis=1, out=by_uses)
