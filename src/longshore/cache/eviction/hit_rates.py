@@ -267,7 +267,7 @@ _FIRST = np.searchsorted(_FROM, range(AGES))
 """All pairs of ages, to wait from the begin of the one until the end of the other; and the first pair of each."""
 _NO_TIME = 1e-300
 _TOGETHER = 32
-"""The rates of so many kinds are computed at once, so that arrays stay small: memory for large ones is mapped anew each time."""
+"""The rates of so many kinds are computed at once: large arrays take fresh memory each time, which is slow."""
 
 _WEIGHTS = np.array(WEIGHTS)
 
