@@ -168,8 +168,9 @@ class LinkedLists:
     __slots__ = ("after", "before")
 
     def __init__(self, size: int = LISTS) -> None:
-        self.after: Column = array("i", range(LISTS))
-        self.before: Column = array("i", range(LISTS))
+        each = np.arange(LISTS, dtype=_INT32).tobytes()
+        self.after: Column = array("i", each)
+        self.before: Column = array("i", each)
         self.grow(size)
 
     def grow(self, size: int) -> None:
