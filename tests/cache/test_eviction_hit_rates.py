@@ -195,6 +195,18 @@ def test_hint_seen_on_other_chunks_tells_of_all_with_it() -> None:
     assert silent > 0.25
 
 
+@pytest.mark.parametrize(("uses", "gap", "often", "late"), [(10, 1, 40, 1), (2, 1, 4, 1), (1, 0, 1, 1), (4, 2, 4, 3)])
+def test_hint_leaves_what_uses_and_gap_say(uses: int, gap: int, often: int, late: int) -> None:
+    """One class for all: a chunk that a session uses often does not count as one that all sessions share."""
+    rates = HitRates()
+    rates.add_hints()
+    one, other = (KIND_OF[CLASS << HINT | ONCE + 8 * (n - 1) | each] for n, each in ((uses, gap), (often, late)))
+    rates._reached[[one, other], :8] = 1e6
+    rates._back[other, 7] = 0.4e6
+    assert rates.chances()[one, 7] < 0.01
+    assert rates.chances()[other, 7] == pytest.approx(0.4, abs=0.01)
+
+
 def test_of_one_hint_and_gap_more_uses_promise_no_less() -> None:
     """By chance, chunks come back more often that were used once than those used twice, and these than others."""
     rates = HitRates()

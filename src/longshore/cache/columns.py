@@ -153,7 +153,7 @@ class FreeList:
         self._count = end
 
 
-LISTS = 12_800
+LISTS = 27_200
 """Numbers below this one are lists, not elements."""
 
 

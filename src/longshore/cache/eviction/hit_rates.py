@@ -157,9 +157,8 @@ PLAIN = 1 + 8 * GAPS
 """Kinds without a hint. 0: ends a prompt, not used since; then by uses (1, 2, 3, 4 to 7, 8 to 15, 16 to 31, 32 to 63,
 more) and gap."""
 
-HINTED_GAPS = 3
-HINTED = 1 + 3 * HINTED_GAPS
-"""Kinds of each hint: the same by uses (1, 2 to 7, more) and gap (at most 1, at most 31, more)."""
+HINTED = 1 + 4 * GAPS
+"""Kinds of each hint: the same by uses (1, 2 to 3, 4 to 15, more) and gap."""
 
 KINDS = PLAIN + (HINTS - 1) * HINTED
 
@@ -178,13 +177,13 @@ def _kind_of(how: int) -> int:
     if not hint:
         return 0 if uses < 1 else 1 + GAPS * (uses - 1 if uses < 4 else min(uses.bit_length(), 7)) + gap
     first = PLAIN + (hint - 1) * HINTED
-    return first if uses < 1 else first + 1 + HINTED_GAPS * ((uses > 1) + (uses > 7)) + gap // 2
+    return first if uses < 1 else first + 1 + GAPS * ((uses > 1) + (uses > 3) + (uses > 15)) + gap
 
 
-KIND_OF = bytes(map(_kind_of, range(HOW + 1)))
+KIND_OF = array("H", map(_kind_of, range(HOW + 1)))
 """The kind by the bits of `HOW`."""
 
-KINDS_OF = np.frombuffer(KIND_OF, np.uint8)
+KINDS_OF = np.frombuffer(KIND_OF, np.uint16)
 
 AGAIN = array("H", [0] * 8 + [ONCE + 8 * min(max(how >> 3, 2) - 1, MOST_USES - 1) for how in range(8, USES + 8)])
 """The uses after another one, by the bits of uses and gap."""
@@ -267,10 +266,12 @@ _FROM, _UNTIL = np.triu_indices(AGES)
 _FIRST = np.searchsorted(_FROM, range(AGES))
 """All pairs of ages, to wait from the begin of the one until the end of the other; and the first pair of each."""
 _NO_TIME = 1e-300
+_TOGETHER = 32
+"""The rates of so many kinds are computed at once: large arrays take fresh memory each time, which is slow."""
 
 _WEIGHTS = np.array(WEIGHTS)
 
-_USES, _HINTED_USES = (np.array([0, *range(1, end, gaps)]) for end, gaps in ((PLAIN, GAPS), (HINTED, HINTED_GAPS)))
+_USES, _HINTED_USES = (np.array([0, *range(1, end, GAPS)]) for end in (PLAIN, HINTED))
 """The first kind of each number of uses, without a hint and of one hint."""
 
 _AS_HINTED = np.zeros((HINTED, PLAIN))
@@ -392,11 +393,14 @@ class HitRates:
         np.cumprod(1.0 - self.chances().T, axis=0, out=still[1:])
         time = np.zeros((AGES + 1, self.kinds))  # to be spent from there on; from the end, exact where little is left
         time[:-1] = np.cumsum((still[:-1] * _WIDTHS[:, None])[::-1], axis=0)[::-1]
-        spent = np.maximum(time[_FROM] - time[_UNTIL + 1], _NO_TIME)
-        rates = (still[_FROM] - still[_UNTIL + 1]) / spent
-        promised: _Floats = np.ascontiguousarray(np.maximum.reduceat(rates, _FIRST, axis=0).T)
-        for some, kinds, gaps in ((promised[:PLAIN], PLAIN, GAPS), (promised[PLAIN:], HINTED, HINTED_GAPS)):
-            by_uses = some.reshape(-1, kinds, AGES)[:, 1:].reshape(len(some) // kinds, (kinds - 1) // gaps, gaps, AGES)
+        promised = np.empty((self.kinds, AGES))
+        for first in range(0, self.kinds, _TOGETHER):
+            some, left = still[:, first : first + _TOGETHER], time[:, first : first + _TOGETHER]
+            spent = np.maximum(left[_FROM] - left[_UNTIL + 1], _NO_TIME)
+            rates = (some[_FROM] - some[_UNTIL + 1]) / spent
+            promised[first : first + _TOGETHER] = np.maximum.reduceat(rates, _FIRST, axis=0).T
+        for some, kinds in ((promised[:PLAIN], PLAIN), (promised[PLAIN:], HINTED)):
+            by_uses = some.reshape(-1, kinds, AGES)[:, 1:].reshape(len(some) // kinds, kinds // GAPS, GAPS, AGES)
             np.maximum.accumulate(by_uses, axis=1, out=by_uses)
         return promised
 
