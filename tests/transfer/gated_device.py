@@ -61,8 +61,10 @@ class CopyGate:
         self.arrived = 0
 
     def shut(self, after: int = 0) -> None:
+        """Copies that have arrived pass, and `after` of those that come."""
         with self._changed:
             self._open = self.arrived + after
+            self._changed.notify_all()
 
     def open(self) -> None:
         with self._changed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
@@ -264,6 +265,23 @@ def test_arrived_layer_is_readable_while_later_layers_are_in_flight() -> None:
     rig.engine.end_step()
     with pytest.raises(PlanError, match="ended before the last two calls of end_step"):
         rig.engine.wait_layer(1, 2)
+    rig.engine.close()
+
+
+def test_who_waits_for_a_layer_is_woken_when_it_is_submitted() -> None:
+    rig = Rig(flat(16, 24, refs=3))
+    gate = rig.device.gates[DEVICE]
+    gate.shut()
+    rig.engine.submit(transfer(1, H2D, [Section(0, 0, (3, 1))], [6, 2], by_layer=True))
+    with ThreadPoolExecutor(1) as threads:
+        waits = threads.submit(rig.engine.wait_layer, 1, 0)
+        assert gate.wait_arrived(1)
+        assert not wait([waits], A_MOMENT).done
+        gate.shut()
+        assert waits.result(TIMEOUT / 2) is OK
+        assert rig.engine.wait_layer(1, 1, 0) is Status.DEADLINE
+    gate.open()
+    rig.results(1)
     rig.engine.close()
 
 

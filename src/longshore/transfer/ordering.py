@@ -576,5 +576,4 @@ class Lane:
             job.early_status = failed or job.early_status
             if copy_slice.is_last:
                 self._state.end(job)
-            if copy_slice.is_last or failed is not None:
                 self._driver.notify()
