@@ -152,12 +152,12 @@ class Backlog:
         if not self._last:
             return
         needs_use, parent, coldest = self._needs_use, self._index.parent, self._index.coldest_tier
-        at = as_i32(nodes)
-        if u8_view(needs_use)[i32_view(parent)[at]].any():
-            for node in at.tolist():
+        ids = as_i32(nodes)
+        if u8_view(needs_use)[i32_view(parent)[ids]].any():
+            for node in ids.tolist():
                 if needs_use[parent[node]] and not self._is_safe_below(parent[node], coldest(node)):
                     needs_use[node] = 1
-        self.update_all(at)
+        self.update_all(ids)
 
     def use(self, nodes: npt.NDArray[np.int32]) -> None:
         """The `nodes` were used: retry failed copies, and copy chunks that have reached the threshold."""

@@ -241,13 +241,13 @@ class CacheState:
         """Copies of `nodes`, parents first, have become ready in `tier`. Returns orphans that now have parents."""
         if self.log.on:
             self.log.arrived(self.index, self.tier_names, nodes, tier)
-        at, leaf = as_i32(nodes), bool(nodes) and not self.index.child[nodes[-1]]
+        ids, leaf = as_i32(nodes), bool(nodes) and not self.index.child[nodes[-1]]
         if not tier:
             self.policies[0].insert(nodes[::-1], leaf=leaf)
-            self._record_uses_elsewhere(at[::-1], leaf=leaf)
+            self._record_uses_elsewhere(ids[::-1], leaf=leaf)
         elif tier < self.coldest or not self.coldest_ranks_all:
             self.policies[tier].insert_copies(nodes[::-1], leaf=leaf)
-        self.rank(at[::-1], tier, leaf=leaf)
+        self.rank(ids[::-1], tier, leaf=leaf)
         if self.several_sizes:
             slots = self.index.slot[tier]
             self.pools[tier].record_use([slots[node] for node in reversed(nodes)])
@@ -255,10 +255,10 @@ class CacheState:
         if self.windows.used:
             self.windows.mark_ready(nodes, tier)
         if self.coldest:
-            self.backlog.arrived(at)
+            self.backlog.arrived(ids)
             if tier and nodes:
-                self.backlog.backed_up(at, tier)
-            self.recheck_evictable(at, apart_from=tier)
+                self.backlog.backed_up(ids, tier)
+            self.recheck_evictable(ids, apart_from=tier)
         return self.attach_orphans(news)
 
     def rank(self, nodes: npt.NDArray[np.int32], tier: int, *, leaf: bool = False) -> None:
