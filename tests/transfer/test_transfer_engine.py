@@ -268,7 +268,7 @@ def test_arrived_layer_is_readable_while_later_layers_are_in_flight() -> None:
     rig.engine.close()
 
 
-def test_who_waits_for_a_layer_is_woken_when_it_is_submitted() -> None:
+def test_a_layer_submitted_wakes_who_waits_for_it() -> None:
     rig = Rig(flat(16, 24, refs=3))
     gate = rig.device.gates[DEVICE]
     gate.shut()
