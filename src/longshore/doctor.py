@@ -57,6 +57,9 @@ _SCANS, _SCANNED, _SAMPLED = 20, 500, 64
 _SAMPLES = 20
 """Values that a server should look at for each that it evicts (docs/remote.md)."""
 
+_UNEXPECTED_REPLY = (AttributeError, LookupError, TypeError, ValueError)
+"""What a check raises where a reply has another shape, or a field is not a number."""
+
 _LEAST_OPEN_FILES = 1024
 _SHARED_MEMORY, _LEAST_SHARED_MEMORY = "/dev/shm", 1 << 30  # noqa: S108 - only looked at
 _NETWORKED = frozenset({"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "fuse", "9p", "virtiofs", "glusterfs"})
@@ -147,7 +150,7 @@ def _server(settings: RemoteSettings, slots: SlotMap | None = None) -> Iterator[
         try:
             with _session(settings) as session:
                 said = list(check(session, time.monotonic() + max(settings.connect_timeout, _CALL_SECONDS), settings))
-        except (RemoteError, TierError) as error:
+        except (RemoteError, TierError, *_UNEXPECTED_REPLY) as error:
             if check is _answers:
                 yield BROKEN, str(error), _advice(error, settings)
                 return

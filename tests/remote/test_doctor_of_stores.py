@@ -4,13 +4,15 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 from typer.testing import CliRunner
 
 from longshore.cli.app import app
+from longshore.testing.faulty_proxy import FaultyProxy, WireFault, WireReply, WireRequest
 from longshore.testing.local_server import LocalServer, free_port
 from longshore.tiers.remote.format import Identity, pack_header
 from longshore.tiers.remote.settings import PASSWORD_VARIABLE
@@ -183,6 +185,35 @@ def test_something_that_is_no_server() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         status, found = doctor(f"valkey://127.0.0.1:{listener.getsockname()[1]}?connect_timeout=200ms")
     assert (status, len(broken(found))) == (1, 1)
+
+
+class Altering(FaultyProxy):
+    """Passes on replies with the size of the memory in words."""
+
+    def _read_reply(self, stream: BinaryIO, request: WireRequest) -> WireReply:
+        reply = super()._read_reply(stream, request)
+        return reply._replace(raw=reply.raw.replace(b"maxmemory:268435456", b"maxmemory:a-quarter"))
+
+
+def test_a_memory_limit_that_is_not_a_number(started: Callable[..., LocalServer]) -> None:
+    proxy = Altering(("127.0.0.1", started(**GOOD).port), lambda *_: None)
+    with closing(proxy):
+        status, found = doctor(f"valkey://127.0.0.1:{proxy.port}/0?{PATIENT}")
+    assert status == 0
+    assert any("not everything could be checked" in each["what"] and "a-quarter" in each["what"] for each in found)
+
+
+@pytest.mark.parametrize("command", [b"INFO", b"CONFIG", b"SCAN", b"GETRANGE"])
+@pytest.mark.parametrize("fault", [WireFault.EXTRA, WireFault.JUNK, WireFault.HALF, WireFault.ERROR])
+def test_a_reply_of_another_shape(command: bytes, fault: WireFault, started: Callable[..., LocalServer]) -> None:
+    server = started(**GOOD)
+    server.command(b"SET", b"ls1/abc/def", b"something else")
+    for seed in range(4):
+        proxy = FaultyProxy(("127.0.0.1", server.port), lambda name, _: fault if name == command else None, seed)
+        with closing(proxy):
+            status, _ = doctor(f"valkey://127.0.0.1:{proxy.port}/0?{PATIENT}", "--no-write")
+        assert proxy.fired[fault] >= 1
+        assert status in {0, 1}
 
 
 def test_values_of_other_versions(started: Callable[..., LocalServer]) -> None:
