@@ -312,8 +312,7 @@ class CacheState:
         idle = read[readers[read] == 0]
         state = u8_view(pool.state)[idle]
         ready = i32_view(pool.node)[idle[state == READY]]
-        for each in {tier, self.coldest} if self.coldest_ranks_all else {tier}:
-            self.policies[each].release_held(ready)
+        self._release_held(ready, {tier, self.coldest} if self.coldest_ranks_all else {tier})
         for slot in idle[state == DRAINING].tolist():
             self._free_drained(tier, slot)
 
@@ -524,9 +523,13 @@ class CacheState:
     def recheck_evictable(self, nodes: npt.NDArray[np.int32], *, apart_from: int = -1) -> None:
         """Nodes may have become evictable, in all tiers except `apart_from`."""
         self.changes += bool(len(nodes))
-        for tier, policy in enumerate(self.policies):
-            if tier != apart_from:
-                policy.release_held(nodes)
+        self._release_held(nodes, set(range(len(self.policies))) - {apart_from})
+
+    def _release_held(self, nodes: npt.NDArray[np.int32], tiers: set[int]) -> None:
+        """Release those of `nodes` that are held by the policies of `tiers`, each once."""
+        for policy in (self.policies[each] for each in tiers):
+            if len(held := nodes[policy.are_held(nodes)]):
+                policy.release(unique(held).tolist())
 
     def _recheck_evictable(self, node: int) -> None:
         """The same for one node."""

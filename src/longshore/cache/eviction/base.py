@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.columns import KeyTable, unique
+from longshore.cache.columns import KeyTable
 
 NodeKeys: TypeAlias = "npt.NDArray[np.object_] | KeyTable"
 """The key of each node, for policies with a ghost list."""
@@ -130,12 +130,6 @@ class EvictionPolicy(ABC):
     def are_held(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
         """`is_held` for the nodes `at`; bool, of the same shape."""
         return np.array([self.is_held(node) for node in at.tolist()], bool)
-
-    def release_held(self, at: npt.NDArray[np.int32]) -> None:
-        """Release those of the nodes `at` that are held, each once."""
-        held = at[self.are_held(at)]
-        if len(held):
-            self.release(unique(held).tolist())
 
     @abstractmethod
     def __contains__(self, node: object) -> bool:
