@@ -44,12 +44,12 @@ class EvictionPolicy(ABC):
         self.keys = keys
 
     def begin(  # noqa: B027 - for policies that count time
-        self, tick: int, length: int = 0, last: int = 0, keys: Sequence[Key] = (), hint: int = 0
+        self, request: int, length: int = 0, last: int = 0, keys: Sequence[Key] = (), hint: int = 0
     ) -> None:
-        """The request of this tick begins or continues: uses until the next call are its uses, and have one age.
+        """The request of this number begins or continues: uses until the next call are its uses, and have one age.
 
-        Ticks ascend. A tick above all earlier ones begins a request for a path of `length` chunks: `last` is the node
-        of the last chunk of its resident prefix, `keys` are the keys behind it. An earlier tick continues a request,
+        Numbers ascend. One above all earlier ones begins a request for a path of `length` chunks: `last` is the node
+        of the last chunk of its resident prefix, `keys` are the keys after it. An earlier number continues a request,
         and chunks that it has used already are not counted again. `hint` is the number of its reuse hint
         (`longshore.cache.eviction.hit_rates`).
         """

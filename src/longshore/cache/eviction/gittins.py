@@ -5,8 +5,8 @@
                   ▲
                   next victim
 
-Time is counted in requests: each has a number, its tick (`begin`), and the age of a use is that of its tick. Each kind
-has one list for each span of ticks (`Spans`), so that ageing moves whole lists. From time to time, between requests,
+Time is counted in requests: each has a number (`begin`), and a use is as old as its request. Each kind has one list
+for each span of requests (`Spans`), so that ageing moves whole lists. From time to time, between requests,
 `hit_rates` orders the lists by the hit rates measured so far. There are no parameters. Reasons: `docs/eviction.md`.
 """
 
@@ -98,10 +98,10 @@ class Gittins(EvictionPolicy):
         self._state: Column = sparse(LISTS, np.uint32).data
         self._used: Column = sparse(LISTS, np.int32).data
         self._count = 0
-        self._now = self._tick = 0
-        """The last tick that was drawn, and that of the request that is served."""
+        self._now = self._request = 0
+        """The number of the last request, and of the one that is served."""
         self._fresh = 0
-        """The first list of what is used in this tick."""
+        """The first list of what the current request uses."""
         self._length = self._hint = self._pause = self._last = 0
         """Bits of a state: the length of the last request, the hint of the one that is served, the gap since the path
         of the last one was used, and what was named last."""
@@ -132,22 +132,22 @@ class Gittins(EvictionPolicy):
         self._state = grown(self._state, nodes, np.uint32)
         self._used = grown(self._used, nodes)
 
-    def begin(self, tick: int, length: int = 0, last: int = 0, keys: Sequence[Key] = (), hint: int = 0) -> None:
-        """The request of this tick begins or continues."""
+    def begin(self, request: int, length: int = 0, last: int = 0, keys: Sequence[Key] = (), hint: int = 0) -> None:
+        """The request of this number begins or continues."""
         self._hint = hint << HINT
         if hint and self._hit_rates.add_hints():
             self._stale = True
-        if tick > self._now:
-            self._now = tick
+        if request > self._now:
+            self._now = request
             if self._since >= max(_LEAST, self.slots // _SPAN):
                 self._begin_span()
             when = self._ghosts.latest(keys)
             if when is None and self._state[last]:
                 when = self._used[last]
             self._length = min(length.bit_length(), 31) << REQUEST
-            self._pause = 0 if when is None else GAP_OF[AGE_OF[min(tick - when, OLDEST)]]
-        self._tick, self._last = tick, self._pause
-        self._fresh = self._spans.row(tick) * KINDS
+            self._pause = 0 if when is None else GAP_OF[AGE_OF[min(request - when, OLDEST)]]
+        self._request, self._last = request, self._pause
+        self._fresh = self._spans.row(request) * KINDS
 
     def admit(self, keys: Sequence[Key], make_room: Callable[[int], int], *, least: int = 1) -> int:
         """Leading `keys` with at least the expected hit rate of their victims; room is made by runs of one rate."""
@@ -183,7 +183,7 @@ class Gittins(EvictionPolicy):
         self._remember(self.keys[as_i32(nodes)], leaf=leaf)
 
     def _remember(self, keys: Keys, *, leaf: bool) -> None:
-        """Record uses of `keys`, tail first, which are not in the policy, in this tick."""
+        """Record uses of `keys`, tail first, which are not in the policy, by the current request."""
         counts, states, when = np.array(self._use_new(keys, leaf=leaf)).T
         when, states = when.repeat(counts).astype(np.int32), states.repeat(counts).astype(np.uint32)
         self._forget(*self._ghosts.insert_all(keys, when, states))
@@ -223,7 +223,7 @@ class Gittins(EvictionPolicy):
             self._learn()
 
     def touch(self, nodes: Sequence[int]) -> None:
-        """Record uses of `nodes`, at most one for each tick. Adjacent nodes that go to one list move together."""
+        """Record uses of `nodes`, at most one for each request. Adjacent nodes that go to one list move together."""
         at = as_i32(nodes)
         if len(nodes) < FEW:
             check_in(self._state, nodes)
@@ -237,7 +237,7 @@ class Gittins(EvictionPolicy):
         first = 0
         for end in self._alike(nodes, at):
             head, state, when = nodes[first], self._state[nodes[first]], self._used[nodes[first]]
-            new, now = self._use(state, when, end - first), max(when, self._tick)
+            new, now = self._use(state, when, end - first), max(when, self._request)
             self._mark(nodes[first:end], new, now)
             which = self._list_of(new, now)
             if state >= HELD:
@@ -399,7 +399,7 @@ class Gittins(EvictionPolicy):
         return self._count
 
     def check_integrity(self) -> None:
-        """Raise `CacheError` unless lists, marks, ticks and counts agree."""
+        """Raise `CacheError` unless lists, marks, requests and counts agree."""
         ordered: set[int] = set()
         heads = i32_view(self._linked.after)[:LISTS]
         for which in np.flatnonzero(heads != np.arange(LISTS)).tolist():
@@ -421,7 +421,7 @@ class Gittins(EvictionPolicy):
     def _use_new(
         self, keys: Keys, *, leaf: bool, noted: bool = True, copies: bool = False
     ) -> list[tuple[int, int, int]]:
-        """What new chunks, tail first, become by a use in this tick, in runs: how many, their state, their last use.
+        """What new chunks, tail first, become by a use now, in runs: how many, their state, their last use.
 
         Unless it is `noted`, nobody has used them yet, and they stay in the ghost list. `copies` stay as they are.
         """
@@ -433,29 +433,29 @@ class Gittins(EvictionPolicy):
                 continue
             if left:
                 last = self._use(left, when, count, noted=noted)
-                runs.append((count, last, max(when, self._tick)))
+                runs.append((count, last, max(when, self._request)))
                 continue
             ends = leaf and not runs
             for some, uses in ((ends, LEAF), (count - ends, max(ONCE, 0 if ends else last & USES))):
                 if some:
                     last = uses | last & GAP | self._hint | self._length
-                    runs.append((some, last, self._tick))
+                    runs.append((some, last, self._request))
                     if noted:
-                        self._hit_rates.record(BECAME, last, self._tick, count=some)
+                        self._hit_rates.record(BECAME, last, self._request, count=some)
         return runs
 
     def _use(self, state: int, when: int, count: int = 1, *, noted: bool = True) -> int:
-        """What `count` chunks of `state`, last used at `when`, become by a use in this tick; not held."""
-        if when >= self._tick:
+        """What `count` chunks of `state`, last used at `when`, become by a use of the current request; not held."""
+        if when >= self._request:
             return state & STATE
-        age = AGE_OF[min(self._tick - when, OLDEST)]
+        age = AGE_OF[min(self._request - when, OLDEST)]
         hint = self._hint
         if hint and (old := (state & HOW) >> HINT):
-            hint = sooner(old, self._tick - when, hint >> HINT) << HINT
+            hint = sooner(old, self._request - when, hint >> HINT) << HINT
         new = AGAIN[state & (USES | GAP)] | GAP_OF[age] | hint | self._length
         if noted:
             self._hit_rates.record(RETURNED, state, when, age, count)
-            self._hit_rates.record(BECAME, new, self._tick, count=count)
+            self._hit_rates.record(BECAME, new, self._request, count=count)
         return new
 
     def _alike(self, nodes: Sequence[int], at: _Nodes) -> list[int]:
@@ -499,7 +499,7 @@ class Gittins(EvictionPolicy):
 
     def _list_of(self, state: int, when: int) -> int:
         """The list of what is of this state, and was last used then."""
-        first = self._fresh if when == self._tick else self._spans.row(when) * KINDS
+        first = self._fresh if when == self._request else self._spans.row(when) * KINDS
         return first + KIND_OF[state & HOW]
 
     def _lists(self, states: _States, when: _Nodes) -> npt.NDArray[np.intp]:
@@ -513,7 +513,7 @@ class Gittins(EvictionPolicy):
             self._filled |= 1 << self._rank[which]
 
     def _begin_span(self) -> None:
-        """Begin another span with this tick."""
+        """Begin another span with this request."""
         self._new += self._since
         self._since = 0
         if len(self._hit_rates.events) >= max(_MOST, self.slots // _LEARNED):

@@ -19,7 +19,7 @@ Ghost list: chunks that were evicted lately, and how each was used. Eight bytes 
     bucket    │ a │ b │   │ c │ d │ ... 16 words        what is evicted next replaces the oldest of its key's bucket
                         ▲ next
     word      63 ... 33                32 ... 15               14 ... 0
-              tick of the last use     tag of the key          state without its hint, 0 where the word is free
+              request of last use      tag of the key          state without its hint, 0 where the word is free
 
 Hints have a column of their own, which takes memory once there was one: a byte more a chunk.
 
@@ -80,7 +80,7 @@ class ReuseHint(NamedTuple):
 
 
 class ReuseHints:
-    """Hints as numbers, by tick; classes in the order in which they were named."""
+    """Hints as numbers, by request; classes in the order in which they were named."""
 
     def __init__(self) -> None:
         self._classes: dict[str, int] = {}
@@ -88,28 +88,28 @@ class ReuseHints:
         self._marks: list[tuple[int, float]] = []
         """Ticks and times at which a window began: of the last two."""
 
-    def begin(self, tick: int, now: float, said: ReuseHint | None) -> int:
-        """The request of this tick begins, at `now` seconds; the number of its hint."""
-        if not self._marks or tick - self._marks[-1][0] >= _WINDOW:
-            self._marks = [*self._marks[-1:], (tick, now)]
-        hint = 0 if said is None else self._number(tick, now, said)
+    def begin(self, request: int, now: float, said: ReuseHint | None) -> int:
+        """The request of this number begins, at `now` seconds; the number of its hint."""
+        if not self._marks or request - self._marks[-1][0] >= _WINDOW:
+            self._marks = [*self._marks[-1:], (request, now)]
+        hint = 0 if said is None else self._number(request, now, said)
         if hint:
-            self._hints[tick] = hint
+            self._hints[request] = hint
             if len(self._hints) > _REMEMBERED:
                 del self._hints[next(iter(self._hints))]
         return hint
 
-    def of(self, tick: int) -> int:
+    def of(self, request: int) -> int:
         """The number of the hint of a request that goes on."""
-        return self._hints.get(tick, 0)
+        return self._hints.get(request, 0)
 
-    def _number(self, tick: int, now: float, said: ReuseHint) -> int:
+    def _number(self, request: int, now: float, said: ReuseHint) -> int:
         if said.ends:
             return ENDS
         (since, then) = self._marks[0]
         passed = now - then
         if said.seconds is not None and passed > 0:
-            return BACK + bisect_right(_WITHIN, said.seconds * (tick - since) / passed)
+            return BACK + bisect_right(_WITHIN, said.seconds * (request - since) / passed)
         if not said.of:
             return 0
         if said.of not in self._classes and len(self._classes) < SHARED - CLASS - 1:
@@ -198,16 +198,16 @@ GAP_OF = bytes(0 if not begin else 1 + sum(begin >= each for each in (2, 8, 32, 
 
 
 ROWS = 64
-"""Spans there can be at most: two neighbours grow by a quarter, from 1 to `_END` ticks."""
+"""Spans there can be at most: two neighbours grow by a quarter, from 1 to `_END` requests."""
 
 _END = OLDEST
 """Spans that lie farther back are one."""
 
 
 class Spans:
-    """The spans of all ticks until now, the oldest first: their rows, and their first ticks.
+    """The spans of all requests until now, the oldest first: their rows, and their first requests.
 
-        tick     0 ───────────── 70 │ 71 ──── 85 │ 86 ── 92 │ 93 ─ 95 │ 96 │ 97        now = 97
+        request  0 ───────────── 70 │ 71 ──── 85 │ 86 ── 92 │ 93 ─ 95 │ 96 │ 97        now = 97
         row      4                  │ 0          │ 7        │ 2       │ 5  │ 1
 
     Each span has a row of lists. Two neighbours become one when they are together no longer than a quarter of the
@@ -220,23 +220,23 @@ class Spans:
         self.rows, self.starts = [0], [0]
         self._free = list(range(1, ROWS))
 
-    def row(self, tick: int) -> int:
-        """The row of the span that `tick` lies in."""
-        return self.rows[bisect_right(self.starts, tick) - 1]
+    def row(self, request: int) -> int:
+        """The row of the span of `request`."""
+        return self.rows[bisect_right(self.starts, request) - 1]
 
-    def rows_of(self, ticks: npt.NDArray[np.int32]) -> npt.NDArray[np.intp]:
+    def rows_of(self, requests: npt.NDArray[np.int32]) -> npt.NDArray[np.intp]:
         """`row` of many."""
-        rows: npt.NDArray[np.intp] = np.array(self.rows)[np.searchsorted(self.starts, ticks, "right") - 1]
+        rows: npt.NDArray[np.intp] = np.array(self.rows)[np.searchsorted(self.starts, requests, "right") - 1]
         return rows
 
     def ages(self, now: int) -> npt.NDArray[np.intp]:
-        """The age class of the last tick of each span."""
+        """The age class of the last request of each span."""
         latest = np.array([*self.starts[1:], now + 1]) - 1
         ages: npt.NDArray[np.intp] = AGES_OF[np.minimum(now - latest, OLDEST)].astype(np.intp)
         return ages
 
     def begin(self, now: int) -> list[tuple[int, int]]:
-        """A span begins with tick `now`; which rows become a part of which older ones, in this order."""
+        """A span begins with request `now`; which rows become a part of which older ones, in this order."""
         rows, starts, joined = self.rows, self.starts, []
         if starts[-1] == now:
             return []
@@ -281,7 +281,7 @@ for _how in range(8, 8 * (MOST_USES + 2)):
 
 BECAME, FORGOTTEN, RETURNED = 0, 1 << 24, 3 << 24
 _AGE, _ENDED, _BACK, _WHEN = 19, 24, 25, 26
-"""Bits of an event: `BECAME` what it is by its last use, at this tick; forgotten at this age since then; or used."""
+"""Bits of an event: `BECAME` what it is by its last use, by this request; forgotten at this age since then; or used."""
 
 _Floats = npt.NDArray[np.float64]
 _Numbers = npt.NDArray[np.intp]
@@ -311,7 +311,7 @@ class HitRates:
         self._average = np.zeros(AGES, np.uint16)
         """The place of what all that has reached an age promises on average, by age."""
         self.events = array("q")
-        """What has happened since `learn`: an event, and to how many chunks, by ticks."""
+        """What has happened since `learn`: an event, and to how many chunks, by requests."""
 
     def add_hints(self) -> bool:
         """From now on there are the kinds of hints, too; whether they are new."""
@@ -326,11 +326,11 @@ class HitRates:
         return True
 
     def record(self, what: int, state: int, when: int, age: int = 0, count: int = 1) -> None:
-        """It happened to `count` chunks of `state`, last used at tick `when`, when their age class was `age`."""
+        """It happened to `count` chunks of `state`, last used by request `when`, when their age class was `age`."""
         self.events.extend((when << _WHEN | what | age << _AGE | state & STATE, count))
 
     def forget(self, states: npt.NDArray[np.uint32], when: npt.NDArray[np.int32], ages: npt.NDArray[np.uint8]) -> None:
-        """Nothing is known any more of these chunks, last used at ticks `when`; `ages` are classes of ages."""
+        """Nothing is known any more of these chunks, last used by requests `when`; `ages` are classes of ages."""
         codes = np.ones((len(states), 2), np.int64)
         codes[:, 0] = when.astype(np.int64) << _WHEN | FORGOTTEN | states & np.uint32(STATE)
         codes[:, 0] |= ages.astype(np.int64) << _AGE
@@ -388,7 +388,7 @@ class HitRates:
         return np.concatenate([plain, hinted.reshape(-1, AGES)])
 
     def table(self) -> _Floats:
-        """For each kind and age what is promised: hits per tick."""
+        """For each kind and age the expected hits per request."""
         still = np.ones((AGES + 1, self.kinds))  # not used again when an age begins
         np.cumprod(1.0 - self.chances().T, axis=0, out=still[1:])
         time = np.zeros((AGES + 1, self.kinds))  # to be spent from there on; from the end, exact where little is left
@@ -443,7 +443,7 @@ Keys: TypeAlias = "Sequence[Key] | npt.NDArray[Any]"
 class GhostList:
     """About the last `limit` chunks that were evicted, less those that came back.
 
-    Of each it keeps the tick of its last use (31 bits) and its state (see `OUT`).
+    Of each it keeps the request of its last use (31 bits) and its state (see `OUT`).
     """
 
     __slots__ = ("_any", "_buckets", "_hinted", "_hints", "_next")

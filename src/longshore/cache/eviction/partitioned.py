@@ -25,7 +25,7 @@ class PartitionedPolicy(EvictionPolicy):
         """`nodes`: there are nodes below this number in the parts already."""
         super().__init__(slots, keys)
         self._parts = dict(parts)
-        self._tick = self._hint = 0
+        self._request = self._hint = 0
         part = np.zeros(0, np.uint8)
         for number, policy in parts.items() if nodes else ():  # in few passes: there may be ten million nodes
             ours = policy.resident(nodes).view(np.uint8)
@@ -61,11 +61,11 @@ class PartitionedPolicy(EvictionPolicy):
         for policy in self._parts.values():
             policy.grow(nodes)
 
-    def begin(self, tick: int, length: int = 0, last: int = 0, keys: Sequence[Key] = (), hint: int = 0) -> None:
+    def begin(self, request: int, length: int = 0, last: int = 0, keys: Sequence[Key] = (), hint: int = 0) -> None:
         """A request begins or continues, for all policies."""
-        self._tick, self._hint = tick, hint
+        self._request, self._hint = request, hint
         for policy in self._parts.values():
-            policy.begin(tick, length, last, keys, hint)
+            policy.begin(request, length, last, keys, hint)
 
     def record_uses(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
         """Record uses of `nodes`, which are not in the policy."""
@@ -249,16 +249,16 @@ class PartitionedByPriority(PartitionedPolicy):
         first: EvictionPolicy,
         priority: int,
         priorities: memoryview[int],
-        tick: int = 0,
+        request: int = 0,
         hint: int = 0,
     ) -> None:
         """`priorities`: those that nodes are to have, by node, xor `priority`. They may be replaced.
 
-        Whoever changes one calls `move`. The request of `tick` is served, which has this `hint`; `first` has been told.
+        Whoever changes one calls `move`. Request number `request` is served, with this `hint`; `first` has been told.
         """
         super().__init__(slots, keys, {priority: first}, len(priorities))
         self.rejects, self._usual = first.rejects, first
-        self._tick, self._hint = tick, hint
+        self._request, self._hint = request, hint
         self._make = make
         self.priorities, self._priority = priorities, priority
 
@@ -278,7 +278,7 @@ class PartitionedByPriority(PartitionedPolicy):
         if number not in self._parts:
             policy = self._make(self.slots, self.keys)
             policy.grow(len(self._part))
-            policy.begin(self._tick, hint=self._hint)
+            policy.begin(self._request, hint=self._hint)
             self._parts = dict(sorted([*self._parts.items(), (number, policy)]))
         return self._parts[number]
 
