@@ -57,7 +57,7 @@ _SCANS, _SCANNED, _SAMPLED = 20, 500, 64
 _SAMPLES = 20
 """Values that a server should look at for each that it evicts (docs/remote.md)."""
 
-_UNEXPECTED_REPLY = (AttributeError, LookupError, TypeError, ValueError)
+_UNEXPECTED_REPLY = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """What a check raises where a reply has another shape, or a field is not a number."""
 
 _LEAST_OPEN_FILES = 1024
@@ -147,15 +147,19 @@ def _by_deadline(about: str, check: Callable[[], Iterable[Finding]], seconds: fl
 def _server(settings: RemoteSettings, slots: SlotMap | None = None) -> Iterator[Finding]:
     """`slots` is the map of the cluster that the server is a node of."""
     for check in (_answers, _memory, _samples, _versions, _single if slots is None else partial(_of_cluster, slots)):
+        said = list[Finding]()
         try:
             with _session(settings) as session:
-                said = list(check(session, time.monotonic() + max(settings.connect_timeout, _CALL_SECONDS), settings))
-        except (RemoteError, TierError, *_UNEXPECTED_REPLY) as error:
+                said.extend(check(session, time.monotonic() + max(settings.connect_timeout, _CALL_SECONDS), settings))
+        except (RemoteError, TierError) as error:
             if check is _answers:
                 yield BROKEN, str(error), _advice(error, settings)
                 return
             advice = "allow the user the commands INFO, CONFIG GET, SCAN and GETRANGE, or look yourself"
-            said = [(WARNING, f"not everything could be checked: {error}", advice)]
+            said.append((WARNING, f"not everything could be checked: {error}", advice))
+        except _UNEXPECTED_REPLY as error:
+            what = f"not everything could be checked: a reply is not as expected ({error})"
+            said.append((WARNING, what, "look at the server yourself: it may be neither Valkey nor Redis"))
         yield from said
 
 
@@ -202,8 +206,9 @@ def _memory(session: RespSession, until: float, settings: RemoteSettings) -> Ite
     info = {name: value for what in (b"memory", b"server") for name, value in _info(session, what, until)}
     kind = "Valkey" if "valkey_version" in info else "Redis"
     yield OK, f"{kind} {info.get('valkey_version', info.get('redis_version', '?'))}", ""
-    limit, policy = int(info.get("maxmemory", 0)), info.get("maxmemory_policy", "?")
-    has = f"maxmemory {format_bytes(limit)} (used {format_bytes(int(info.get('used_memory', 0)))}), policy {policy}"
+    limit, policy, used = int(info.get("maxmemory", 0)), info.get("maxmemory_policy", "?"), info.get("used_memory", "0")
+    used = format_bytes(int(used)) if used.isdecimal() else used
+    has = f"maxmemory {format_bytes(limit)} (used {used}), policy {policy}"
     set_both = "CONFIG SET maxmemory 64gb; CONFIG SET maxmemory-policy allkeys-lru; CONFIG REWRITE keeps both"
     if not limit:
         yield BROKEN, "maxmemory is 0: it grows until the system kills it", set_both

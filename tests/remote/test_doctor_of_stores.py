@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -188,19 +189,39 @@ def test_something_that_is_no_server() -> None:
 
 
 class Altering(FaultyProxy):
-    """Passes on replies with the size of the memory in words."""
+    """Passes on replies to INFO with another value of `field`."""
+
+    field, value = b"", b""
 
     def _read_reply(self, stream: BinaryIO, request: WireRequest) -> WireReply:
         reply = super()._read_reply(stream, request)
-        return reply._replace(raw=reply.raw.replace(b"maxmemory:268435456", b"maxmemory:a-quarter"))
+        if request.name != b"INFO":
+            return reply
+        info = re.sub(
+            rb"(?m)^%b:[^\r]*" % self.field, self.field + b":" + self.value, reply.raw.split(b"\r\n", 1)[1][:-2]
+        )
+        return reply._replace(raw=b"$%d\r\n%b\r\n" % (len(info), info))
 
 
-def test_a_memory_limit_that_is_not_a_number(started: Callable[..., LocalServer]) -> None:
+@pytest.mark.parametrize("value", [b"a-quarter", b"9" * 400])
+def test_a_memory_limit_that_is_not_a_number(value: bytes, started: Callable[..., LocalServer]) -> None:
     proxy = Altering(("127.0.0.1", started(**GOOD).port), lambda *_: None)
+    proxy.field, proxy.value = b"maxmemory", value
     with closing(proxy):
         status, found = doctor(f"valkey://127.0.0.1:{proxy.port}/0?{PATIENT}")
+    what = [each["what"] for each in found]
     assert status == 0
-    assert any("not everything could be checked" in each["what"] and "a-quarter" in each["what"] for each in found)
+    assert any("not everything could be checked: a reply is not as expected" in each for each in what)
+    assert any(each.startswith("Valkey ") for each in what)  # what was found before
+
+
+def test_used_memory_that_is_not_a_number(started: Callable[..., LocalServer]) -> None:
+    proxy = Altering(("127.0.0.1", started(maxmemory="256mb", maxmemory_policy="noeviction").port), lambda *_: None)
+    proxy.field, proxy.value = b"used_memory", b"1.5M"
+    with closing(proxy):
+        status, found = doctor(f"valkey://127.0.0.1:{proxy.port}/0?{PATIENT}")
+    assert status == 1
+    assert "used 1.5M" in broken(found)[0]
 
 
 @pytest.mark.parametrize("command", [b"INFO", b"CONFIG", b"SCAN", b"GETRANGE"])

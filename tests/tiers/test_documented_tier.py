@@ -62,3 +62,5 @@ def test_a_stack_opens_it_in_place_of_the_file_tier(tmp_path: Path) -> None:
 def test_a_tier_with_a_former_method_name_is_refused(old: str, new: str) -> None:
     with pytest.raises(TypeError, match=rf"Old.{old} is not called any more: rename it to {new}"):
         type("Old", (Tier,), {old: lambda self: None})
+    with pytest.raises(TypeError, match=f"rename it to {new}"):
+        type("Old", (type("Mixin", (), {old: lambda self: None}), Tier), {})

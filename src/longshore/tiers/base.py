@@ -101,7 +101,7 @@ class Tier(ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         """Raises `TypeError` for a tier that defines methods under their former names: they would not be called."""
         for old, new in {"discard": "delete_records", "forget": "reset", "is_away": "is_unavailable"}.items():
-            if old in vars(cls):
+            if getattr(cls, old, None) is not getattr(Tier, old, None):
                 raise TypeError(f"{cls.__name__}.{old} is not called any more: rename it to {new}")
         super().__init_subclass__(**options)
 

@@ -100,9 +100,12 @@ def test_length_set_by_memory_is_no_part_of_the_scope(tmp_path: Path) -> None:
 
 
 def test_another_reader_of_videos_finds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert first_lookup(tmp_path) is MISS
+    reads_videos = {"model_config.multimodal_config": VIDEOS}
+    assert first_lookup(tmp_path, vllm=reads_videos) is MISS
+    assert first_lookup(tmp_path) is MISS  # text alone
     monkeypatch.setenv("VLLM_VIDEO_LOADER_BACKEND", "opencv_dynamic")
-    assert first_lookup(tmp_path) is MISS
+    assert first_lookup(tmp_path, vllm=reads_videos) is MISS
+    assert first_lookup(tmp_path, vllm=reads_videos) is PENDING
     assert first_lookup(tmp_path) is PENDING
 
 

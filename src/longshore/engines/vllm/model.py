@@ -249,8 +249,10 @@ def _effective(model: Any) -> dict[str, Any]:
     config = {key: value for key, value in model.hf_config.to_dict().items() if key not in UNNAMED}
     from vllm import envs  # noqa: PLC0415
 
-    images = _fields(getattr(model, "multimodal_config", None), _OF_IMAGES)
-    images["video_backend"] = envs.VLLM_VIDEO_LOADER_BACKEND
+    multimodal = getattr(model, "multimodal_config", None)
+    images = _fields(multimodal, _OF_IMAGES)
+    if multimodal is not None:
+        images["video_backend"] = envs.VLLM_VIDEO_LOADER_BACKEND
     fields = _fields(model, _OF_MODEL)
     if getattr(model, "original_max_model_len", None) == _FITTED:
         fields["max_model_len"] = _FITTED  # its rope is made for all the model can do, then memory cuts the length
