@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 
 from longshore.cache import ReuseHint
-from longshore.cache.eviction import Gittins
+from longshore.cache.eviction_policies import Gittins
 from longshore.trace import TraceRequest, read_mooncake
 from longshore.trace.analysis import Paths, optimal_hits
 from longshore.trace.experiment import Experiment, experiment, policy_named

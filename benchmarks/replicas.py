@@ -36,7 +36,7 @@ import torch
 
 from longshore.boundary import HOST, Key, Slabs
 from longshore.cache import CacheSettings, GroupKeys, LookupResult, TieredCache, TierSpec
-from longshore.cache.eviction import DEFAULT_POLICY, LRU
+from longshore.cache.eviction_policies import DEFAULT_POLICY, LRU
 from longshore.layout import KVLayout, from_rows
 from longshore.runtime import KeyedMover, Runtime
 from longshore.testing.local_server import LocalServer

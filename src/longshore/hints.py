@@ -23,7 +23,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from longshore.boundary import FILE, HOST, REMOTE
-from longshore.cache.eviction.hit_rates import ReuseHint
+from longshore.cache.eviction_policies.hit_rates import ReuseHint
 from longshore.cache.settings import DEFAULT_PRIORITY, HIGHEST_PRIORITY, Retention
 from longshore.errors import HintError
 

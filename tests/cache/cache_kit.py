@@ -29,7 +29,7 @@ from longshore.cache import (
     WritePolicy,
     WriteRule,
 )
-from longshore.cache.eviction import ARC, LRU, Gittins
+from longshore.cache.eviction_policies import ARC, LRU, Gittins
 from longshore.errors import CacheError
 from longshore.tiers.base import StoredChunk
 

@@ -35,7 +35,7 @@ from longshore.cache import (
     TierSpec,
     WritePolicy,
 )
-from longshore.cache.eviction import POLICIES, Gittins
+from longshore.cache.eviction_policies import POLICIES, Gittins
 from residents import residents_of
 
 IMAGE = 4096

@@ -9,7 +9,7 @@ from cache_kit import IMAGE_BYTES
 
 from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
 from longshore.cache import CacheGroup, CacheSettings, GroupKeys, TieredCache, TierSpec
-from longshore.cache.eviction import LRU
+from longshore.cache.eviction_policies import LRU
 from residents import residents_of
 
 FULL = CacheGroup(block_size=4)

@@ -21,7 +21,7 @@ from longshore.cache import (
 )
 from longshore.cache.columns import as_i32
 from longshore.cache.events import EventKind
-from longshore.cache.eviction import ARC, LRU, EvictionPolicy, Gittins
+from longshore.cache.eviction_policies import ARC, LRU, EvictionPolicy, Gittins
 from longshore.cache.evictor import Evictor
 from longshore.trace.replay import keys_of
 from residents import residents_of

@@ -27,7 +27,7 @@ from longshore.cache import (
 )
 from longshore.cache import events as log
 from longshore.cache.events import Announcements, Change
-from longshore.cache.eviction import LRU
+from longshore.cache.eviction_policies import LRU
 from longshore.cache.explain import read_events, requests
 from longshore.errors import CacheError, TraceError
 from residents import residents_of

@@ -9,7 +9,7 @@ from group_kit import end, orders, settle
 
 from longshore.boundary import FILE, HOST, Key, Status, Transfer
 from longshore.cache import CacheSettings, GroupKeys, Retention, TieredCache, TierSpec, WritePolicy
-from longshore.cache.eviction import LRU
+from longshore.cache.eviction_policies import LRU
 from longshore.cache.evictor import Evictor
 from longshore.keys import Scope, chain
 from residents import residents_of

@@ -12,7 +12,7 @@ from cache_kit import chunks, key, path_of
 from longshore.boundary import HOST, Key, Status, TransferResult
 from longshore.cache import CacheSettings, GroupKeys, Lease, TieredCache, TierSpec
 from longshore.cache.events import EventKind
-from longshore.cache.eviction import LRU, POLICIES, EvictionPolicy
+from longshore.cache.eviction_policies import LRU, POLICIES, EvictionPolicy
 from longshore.cache.evictor import Evictor
 from longshore.cache.index import Index
 from longshore.cache.nodes import ROOT

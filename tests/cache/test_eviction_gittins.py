@@ -18,8 +18,8 @@ from eviction import foreseen
 from longshore.boundary import HOST, Status, TransferResult
 from longshore.cache import GroupKeys, ReuseHint, TieredCache, TierSpec
 from longshore.cache.columns import LISTS
-from longshore.cache.eviction import Gittins
-from longshore.cache.eviction.hit_rates import (
+from longshore.cache.eviction_policies import Gittins
+from longshore.cache.eviction_policies.hit_rates import (
     BACK,
     CLASS,
     ENDS,

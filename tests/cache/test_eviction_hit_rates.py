@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.cache.eviction.hit_rates import (
+from longshore.cache.eviction_policies.hit_rates import (
     AGAIN,
     AGE_BEGINS,
     AGE_OF,

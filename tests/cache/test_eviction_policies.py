@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longshore.cache.columns import LISTS, filled
-from longshore.cache.eviction import ARC, LRU, EvictionPolicy, Gittins
-from longshore.cache.eviction.ghosts import Ghosts
-from longshore.cache.eviction.partitioned import PartitionedByPriority, PartitionedBySize
+from longshore.cache.eviction_policies import ARC, LRU, EvictionPolicy, Gittins
+from longshore.cache.eviction_policies.ghosts import Ghosts
+from longshore.cache.eviction_policies.partitioned import PartitionedByPriority, PartitionedBySize
 from longshore.errors import CacheError, IntegrityError
 from longshore.trace.experiment import REFERENCES
 

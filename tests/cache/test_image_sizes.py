@@ -22,7 +22,7 @@ from longshore.cache import (
     TierSpec,
     WritePolicy,
 )
-from longshore.cache.eviction import ARC, LRU
+from longshore.cache.eviction_policies import ARC, LRU
 from longshore.cache.transfers import TierSlots
 from longshore.errors import CacheError, CapacityError
 from residents import residents_of

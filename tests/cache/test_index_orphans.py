@@ -22,8 +22,8 @@ from longshore.cache import (
     TierSpec,
     WritePolicy,
 )
-from longshore.cache.eviction import LRU, POLICIES, Gittins
-from longshore.cache.eviction.partitioned import PartitionedByPriority
+from longshore.cache.eviction_policies import LRU, POLICIES, Gittins
+from longshore.cache.eviction_policies.partitioned import PartitionedByPriority
 from longshore.errors import CacheError
 from residents import residents_of
 

@@ -19,7 +19,7 @@ from object_state import state_of
 
 from longshore.boundary import DEVICE, FILE, HOST, Slabs, Status, TransferResult
 from longshore.cache import DropReason, GroupKeys
-from longshore.cache.eviction import LRU
+from longshore.cache.eviction_policies import LRU
 from longshore.cache.pool import SlotPool
 from longshore.cache.slab_pool import SlabPool
 from longshore.errors import CacheError, CapacityError, JobError, LeaseError

@@ -24,7 +24,7 @@ from longshore.cache import (
     TierSpec,
     WritePolicy,
 )
-from longshore.cache.eviction import LRU
+from longshore.cache.eviction_policies import LRU
 from longshore.errors import CacheError, JobError, LeaseError
 
 ALONE = CacheSettings(groups=(CacheGroup(block_size=4, window=1 << 40), CacheGroup(block_size=4)))

@@ -22,7 +22,7 @@ from longshore.cache import (
     TieredCache,
     TierSpec,
 )
-from longshore.cache.eviction import LRU
+from longshore.cache.eviction_policies import LRU
 from longshore.errors import CacheError, LongshoreError
 from residents import residents_of
 

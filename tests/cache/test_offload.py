@@ -6,7 +6,7 @@ from cache_model import World
 
 from longshore.boundary import FILE, HOST, Key, Status, TransferResult
 from longshore.cache import CacheSettings, DropReason, GroupKeys, ScheduledStore, TieredCache, TierSpec
-from longshore.cache.eviction import LRU
+from longshore.cache.eviction_policies import LRU
 from longshore.errors import CacheError
 
 NO_ROOM, BACKPRESSURE, ORPHAN, WRITE_FAILED = (

@@ -10,7 +10,7 @@ from group_kit import end, orders, settle
 
 from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
 from longshore.cache import CacheSettings, DropReason, Retention, TieredCache, TierSpec, WritePolicy
-from longshore.cache.eviction import LRU
+from longshore.cache.eviction_policies import LRU
 from longshore.cache.settings import DEFAULT_PRIORITY, OfferFilter, priorities, retention_ranges
 from longshore.errors import CacheError, JobError
 from residents import residents_of

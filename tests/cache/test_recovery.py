@@ -14,7 +14,7 @@ from object_state import state_of
 from depth import examples
 from longshore.boundary import FILE, HOST, Key, Slabs, StoredChunk
 from longshore.cache import CacheSettings, TieredCache, TierSpec, WritePolicy
-from longshore.cache.eviction import POLICIES
+from longshore.cache.eviction_policies import POLICIES
 from longshore.errors import CacheError
 from residents import residents_of
 

@@ -22,7 +22,7 @@ from longshore.cache import (
     TierSpec,
     WritePolicy,
 )
-from longshore.cache.eviction.hit_rates import ENDS, HINT, USES
+from longshore.cache.eviction_policies.hit_rates import ENDS, HINT, USES
 from longshore.errors import CacheError
 
 

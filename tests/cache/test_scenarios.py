@@ -14,7 +14,7 @@ from group_kit import settle
 from depth import deep
 from longshore.boundary import FILE, HOST, Status, TransferResult
 from longshore.cache import CacheGroup, CacheSettings, Protection, TieredCache, TierSpec, WritePolicy
-from longshore.cache.eviction import ARC, LRU, EvictionPolicy, Gittins
+from longshore.cache.eviction_policies import ARC, LRU, EvictionPolicy, Gittins
 from longshore.errors import CacheError
 from longshore.runtime import error_handler
 from longshore.runtime.error_handler import CallLog

@@ -17,7 +17,7 @@ from cache_model import World
 from depth import deep
 from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
 from longshore.cache import GroupKeys, TieredCache, TierSpec
-from longshore.cache.eviction import ARC, LRU, Gittins
+from longshore.cache.eviction_policies import ARC, LRU, Gittins
 from longshore.cache.evictor import Evictor
 
 PATHS = [a + b * n for a in "abcdefghijklmnopqrstuvw" for b in "xy" for n in range(4)]

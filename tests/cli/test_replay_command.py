@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from longshore.cache.eviction import POLICIES
+from longshore.cache.eviction_policies import POLICIES
 from longshore.cli.app import app
 from longshore.errors import EngineError, LongshoreError
 from longshore.trace.experiment import REFERENCES

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from longshore.boundary import HOST, REMOTE
-from longshore.cache.eviction import DEFAULT_POLICY
+from longshore.cache.eviction_policies import DEFAULT_POLICY
 from longshore.trace import TraceRequest
 from longshore.trace.machine import PROFILES, Timing, geometry_of
 from longshore.trace.replay import TieredReplay

@@ -18,7 +18,7 @@ from longshore.cache import (
     TierSpec,
     WritePolicy,
 )
-from longshore.cache.eviction import LRU
+from longshore.cache.eviction_policies import LRU
 from longshore.runtime import Runtime, TierMover
 from longshore.tiers.arena import Arena
 from longshore.tiers.file import FileTier, capacity_for

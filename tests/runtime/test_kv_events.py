@@ -18,7 +18,7 @@ from longshore.boundary import REMOTE, Key, Probe, ProbeResult, Route, Status, S
 from longshore.cache import CacheSettings, GroupKeys, SlotState, TieredCache, TierSpec, WritePolicy, remote
 from longshore.cache import events as log
 from longshore.cache.events import Event, EventKind
-from longshore.cache.eviction import LRU
+from longshore.cache.eviction_policies import LRU
 from longshore.config import Config
 from longshore.errors import ConfigError
 from longshore.keys import chain

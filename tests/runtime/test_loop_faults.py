@@ -28,7 +28,7 @@ from longshore.cache import (
     TieredCache,
     TierSpec,
 )
-from longshore.cache.eviction import LRU
+from longshore.cache.eviction_policies import LRU
 from longshore.errors import CacheError, JobError, StateError, TierClosedError
 from longshore.runtime import BackgroundLoop, Runtime
 from residents import residents_of

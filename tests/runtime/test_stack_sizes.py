@@ -12,7 +12,7 @@ import torch
 
 from longshore.boundary import FILE, HOST
 from longshore.cache import GroupKeys
-from longshore.cache.eviction import POLICIES
+from longshore.cache.eviction_policies import POLICIES
 from longshore.config import Config
 from longshore.keys import Scope
 from longshore.layout import KVGroup, KVLayout, PageRef

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from longshore.cache.eviction.hit_rates import (
+from longshore.cache.eviction_policies.hit_rates import (
     AGAIN,
     AGE_OF,
     BECAME,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from trace_kit import prompts, whole_trace
 
 from depth import deep
-from longshore.cache.eviction import LRU, POLICIES, Gittins
+from longshore.cache.eviction_policies import LRU, POLICIES, Gittins
 from longshore.errors import TraceError
 from longshore.trace.analysis import Paths, optimal_hits
 from longshore.trace.experiment import REFERENCES, Experiment, experiment, policy_named

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from longshore.cache.columns import LISTS
-from longshore.cache.eviction import EvictionPolicy
+from longshore.cache.eviction_policies import EvictionPolicy
 from longshore.errors import CacheError
 from longshore.trace.experiment import REFERENCES
 

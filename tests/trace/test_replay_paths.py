@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from trace_kit import prompts
 
 from longshore.cache import GroupKeys, ReuseHint
-from longshore.cache.eviction import LRU, POLICIES, Gittins
+from longshore.cache.eviction_policies import LRU, POLICIES, Gittins
 from longshore.errors import CacheError, IntegrityError
 from longshore.trace.experiment import CacheReplay, Experiment
 from longshore.trace.readers import read_excerpt

@@ -7,7 +7,7 @@ import pytest
 from depth import deep
 from longshore.boundary import REMOTE, Items, Probe, ProbeResult, Route, Status, Transfer, TransferResult
 from longshore.cache import DropReason
-from longshore.cache.eviction import LRU, Gittins
+from longshore.cache.eviction_policies import LRU, Gittins
 from longshore.trace import TraceRequest
 from longshore.trace.machine import PROFILES, RemoteStore, Timing, VirtualMovers, geometry_of, with_changes
 from longshore.trace.replay import TieredReplay

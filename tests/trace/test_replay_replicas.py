@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from longshore.boundary import HOST, REMOTE, Items, Route, Status, Transfer, TransferResult
-from longshore.cache.eviction import LRU
+from longshore.cache.eviction_policies import LRU
 from longshore.errors import TraceError
 from longshore.trace import TraceRequest
 from longshore.trace.machine import PROFILES, RemoteStore, Timing, VirtualMovers, geometry_of

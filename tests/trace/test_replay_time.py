@@ -12,7 +12,7 @@ import pytest
 
 from longshore.boundary import Cancel, Items, Route, Status, Transfer, TransferResult
 from longshore.cache import DropReason
-from longshore.cache.eviction import DEFAULT_POLICY, LRU
+from longshore.cache.eviction_policies import DEFAULT_POLICY, LRU
 from longshore.errors import TraceError
 from longshore.trace import TraceRequest, read_excerpt
 from longshore.trace.machine import (

@@ -8,7 +8,7 @@ import pytest
 from trace_kit import ROOT
 
 from depth import NIGHTLY, deep
-from longshore.cache.eviction import POLICIES, Gittins
+from longshore.cache.eviction_policies import POLICIES, Gittins
 from longshore.trace import read_mooncake
 from longshore.trace.experiment import CacheReplay
 from traffic import synthesize

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from trace_kit import prompts, whole_trace
 
-from longshore.cache.eviction import DEFAULT_POLICY, LRU
+from longshore.cache.eviction_policies import DEFAULT_POLICY, LRU
 from longshore.errors import TraceError
 from longshore.trace import read_excerpt, read_mooncake
 from longshore.trace.analysis import NEVER, Paths, stack_distances

@@ -28,7 +28,7 @@ from longshore.bench.harness import SEED, is_installed
 from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
 from longshore.cache import CacheSettings, GroupKeys, Retention, TieredCache, TierSpec, WritePolicy
 from longshore.cache.columns import LISTS
-from longshore.cache.eviction import DEFAULT_POLICY, Gittins
+from longshore.cache.eviction_policies import DEFAULT_POLICY, Gittins
 from longshore.errors import BenchError
 
 _GROUP = bytes(4)

@@ -1,7 +1,7 @@
 """The control plane: what is where, what moves, what is evicted. Plain Python, sans I/O."""
 
 from longshore.cache.events import Event, EventKind
-from longshore.cache.eviction.hit_rates import ReuseHint
+from longshore.cache.eviction_policies.hit_rates import ReuseHint
 from longshore.cache.explain import Account, Verdict, explain
 from longshore.cache.index import Presence, Residency
 from longshore.cache.manager import TieredCache

@@ -38,7 +38,7 @@ import numpy.typing as npt
 from longshore.boundary import Key
 from longshore.cache.columns import as_i32, count_leading, i32_view, u8_view
 from longshore.cache.events import EVICTED
-from longshore.cache.eviction import EvictionPolicy
+from longshore.cache.eviction_policies import EvictionPolicy
 from longshore.cache.nodes import ORPHANS, ROOT
 from longshore.cache.pool import DRAINING, READY
 from longshore.cache.settings import HIGHEST_PRIORITY

@@ -38,7 +38,7 @@ import numpy.typing as npt
 from longshore.boundary import Key, Section
 from longshore.cache.columns import I32, as_i32, count_leading, has_duplicates, runs_of, u8_view, unique
 from longshore.cache.events import EventKind
-from longshore.cache.eviction.hit_rates import ReuseHint
+from longshore.cache.eviction_policies.hit_rates import ReuseHint
 from longshore.cache.index import Index, Residency, nodes_of
 from longshore.cache.nodes import ROOT
 from longshore.cache.partial import Partial, PartialPrefixes

@@ -30,7 +30,7 @@ from longshore.boundary import (
 )
 from longshore.cache.adoption import Chunk, adopt
 from longshore.cache.events import Announcements, Contents, Event
-from longshore.cache.eviction.hit_rates import ReuseHint, check_reuse_hint
+from longshore.cache.eviction_policies.hit_rates import ReuseHint, check_reuse_hint
 from longshore.cache.load import Loader, Prefetcher
 from longshore.cache.lookups import Leases, LookupCall, Lookups, check_start
 from longshore.cache.offload import Offloader

@@ -6,8 +6,8 @@ evicted first:
     2 * priority        orphans
     2 * priority + 1    all others
 
-The policies of the tiers are partitioned (`longshore.cache.eviction.partitioned`) when the first priority is set, or
-the first orphan is stored; before that, priorities cost nothing.
+The policies of the tiers are partitioned (`longshore.cache.eviction_policies.partitioned`) when the first priority is
+set, or the first orphan is stored; before that, priorities cost nothing.
 
 Chunks of sliding windows and recurrent states:
 
@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.cache.columns import as_i32, sparse, u8_view
-from longshore.cache.eviction import EvictionPolicy
-from longshore.cache.eviction.partitioned import PartitionedByPriority, PartitionedBySize
+from longshore.cache.eviction_policies import EvictionPolicy
+from longshore.cache.eviction_policies.partitioned import PartitionedByPriority, PartitionedBySize
 from longshore.cache.index import Index
 from longshore.cache.settings import DEFAULT_PRIORITY, Retention, retention_ranges
 

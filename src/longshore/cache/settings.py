@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key, Slabs
-from longshore.cache.eviction import DEFAULT_POLICY, EvictionPolicy
-from longshore.cache.eviction.ghosts import Ghosts
+from longshore.cache.eviction_policies import DEFAULT_POLICY, EvictionPolicy
+from longshore.cache.eviction_policies.ghosts import Ghosts
 from longshore.cache.pool import SlotPool
 from longshore.cache.slab_pool import SlabPool
 from longshore.errors import CacheError

@@ -24,9 +24,9 @@ from longshore.boundary import Key, Status
 from longshore.cache.backlog import Backlog
 from longshore.cache.columns import as_i32, filled, i32_view, resized, u8_view, unique
 from longshore.cache.events import EVICTED, RESET, EventKind, EventLog
-from longshore.cache.eviction import EvictionPolicy
-from longshore.cache.eviction.hit_rates import ReuseHint, ReuseHints
-from longshore.cache.eviction.partitioned import PartitionedBySize
+from longshore.cache.eviction_policies import EvictionPolicy
+from longshore.cache.eviction_policies.hit_rates import ReuseHint, ReuseHints
+from longshore.cache.eviction_policies.partitioned import PartitionedBySize
 from longshore.cache.index import Index
 from longshore.cache.nodes import ORPHANS, ROOT
 from longshore.cache.partial import PartialPrefixes

@@ -15,8 +15,8 @@ from rich.table import Table
 
 from longshore.boundary import FILE, HOST, REMOTE
 from longshore.cache import DropReason
-from longshore.cache.eviction import EvictionPolicy
-from longshore.cache.eviction.hit_rates import ReuseHint
+from longshore.cache.eviction_policies import EvictionPolicy
+from longshore.cache.eviction_policies.hit_rates import ReuseHint
 from longshore.cli import options
 from longshore.cli.output import ReportOptions, print_provenance, provenance, write_json
 from longshore.cli.output import console as console_on

@@ -35,7 +35,7 @@ from longshore.cache import (
     WritePolicy,
     WriteRule,
 )
-from longshore.cache.eviction import POLICIES, EvictionPolicy
+from longshore.cache.eviction_policies import POLICIES, EvictionPolicy
 from longshore.config import Config, available_memory, format_bytes
 from longshore.errors import ConfigError, TierError
 from longshore.keys import Scope

@@ -46,9 +46,9 @@ from longshore.cache.columns import (
     not_in_policy,
     resized,
 )
-from longshore.cache.eviction import DEFAULT_POLICY, LRU, POLICIES, EvictionPolicy
-from longshore.cache.eviction.base import NodeKeys
-from longshore.cache.eviction.hit_rates import ReuseHints
+from longshore.cache.eviction_policies import DEFAULT_POLICY, LRU, POLICIES, EvictionPolicy
+from longshore.cache.eviction_policies.base import NodeKeys
+from longshore.cache.eviction_policies.hit_rates import ReuseHints
 from longshore.errors import CacheError, IntegrityError, TraceError
 from longshore.trace.analysis import Paths, optimal_hits, stack_distances
 from longshore.trace.parsing import unknown_name

@@ -20,7 +20,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import BinaryIO, NoReturn, TypeVar, cast
 
-from longshore.cache.eviction.hit_rates import ReuseHint
+from longshore.cache.eviction_policies.hit_rates import ReuseHint
 from longshore.errors import HintError, TraceError
 from longshore.hints import RequestHints
 

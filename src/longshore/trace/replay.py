@@ -53,7 +53,7 @@ from longshore.cache import (
     TieredCache,
     TierSpec,
 )
-from longshore.cache.eviction import EvictionPolicy
+from longshore.cache.eviction_policies import EvictionPolicy
 from longshore.config import format_bytes
 from longshore.errors import IntegrityError, TraceError
 from longshore.trace.machine import RemoteStore, Timing, VirtualMovers

@@ -1,7 +1,7 @@
 """The order of copies: against compute, against each other, and the order in which jobs end. One lane per direction.
 
-    compute, then copy      a copy waits for the events of compute in `CopyJob.wait_events`, which `begin_step` or
-                            `submit` of the engine has recorded on the compute stream
+    compute, then copy      the stream of a copy (`device`) waits for events of compute, `CopyJob.wait_events`, which
+                            `begin_step` or `submit` of the engine has recorded on the compute stream
     copy, then compute      `end_step` and `wait_layer` of the engine make compute wait for the copies of a job
     copy, then copy         `Hazards`: a slot is written after its readers and its writer have ended, and read after
                             its writer

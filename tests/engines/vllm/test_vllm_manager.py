@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.base import (
 from vllm_kit import BLOCKS, Rig, file_settings, keys_of
 
 from longshore.cache import DropReason, MissReason, Residency
-from longshore.cache.eviction.hit_rates import USES
+from longshore.cache.eviction_policies.hit_rates import USES
 from longshore.engines.vllm.requests import cache_keys
 from longshore.errors import ConfigError, DeviceError, EngineError
 from longshore.transfer.ordering import Lane

@@ -24,8 +24,8 @@ from vllm.v1.kv_offload.base import (
     make_offload_key,
 )
 
-from longshore.cache.eviction import EvictionPolicy
-from longshore.cache.eviction.hit_rates import ReuseHint
+from longshore.cache.eviction_policies import EvictionPolicy
+from longshore.cache.eviction_policies.hit_rates import ReuseHint
 from longshore.config import Config
 from longshore.engines.vllm.manager import LongshoreManager
 from longshore.engines.vllm.model import ModelIdentity

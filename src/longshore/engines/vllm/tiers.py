@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from longshore.boundary import FILE, HOST, PEERS
 from longshore.cache import CacheGroup, TieredCache
-from longshore.cache.eviction import EvictionPolicy
+from longshore.cache.eviction_policies import EvictionPolicy
 from longshore.config import Config, Kept
 from longshore.engines.vllm import contract
 from longshore.engines.vllm.rendezvous import EngineMemory, attach

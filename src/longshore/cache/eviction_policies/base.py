@@ -51,7 +51,7 @@ class EvictionPolicy(ABC):
         Numbers ascend. One above all earlier ones begins a request for a path of `length` chunks: `last` is the node
         of the last chunk of its resident prefix, `keys` are the keys after it. An earlier number continues a request,
         and chunks that it has used already are not counted again. `hint` is the number of its reuse hint
-        (`longshore.cache.eviction.hit_rates`).
+        (`longshore.cache.eviction_policies.hit_rates`).
         """
 
     def admit(self, keys: Sequence[Key], make_room: Callable[[int], int], *, least: int = 1) -> int:

@@ -32,8 +32,8 @@ from longshore.cache.columns import (
     u8_view,
     unique,
 )
-from longshore.cache.eviction.base import EvictionPolicy, NodeKeys
-from longshore.cache.eviction.ghosts import Ghosts
+from longshore.cache.eviction_policies.base import EvictionPolicy, NodeKeys
+from longshore.cache.eviction_policies.ghosts import Ghosts
 from longshore.errors import CacheError
 
 _OUT, _ONCE, _OFTEN = range(3)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.cache.columns import FEW, as_i32, check_new, not_in_policy, u8_view, unique
-from longshore.cache.eviction.base import EvictionPolicy, NodeKeys
+from longshore.cache.eviction_policies.base import EvictionPolicy, NodeKeys
 from longshore.errors import CacheError
 
 OUT = 255

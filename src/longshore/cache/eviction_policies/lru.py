@@ -20,7 +20,7 @@ from longshore.cache.columns import (
     u8_view,
     unique,
 )
-from longshore.cache.eviction.base import EvictionPolicy, NodeKeys
+from longshore.cache.eviction_policies.base import EvictionPolicy, NodeKeys
 from longshore.errors import CacheError
 
 _ORDER = 1

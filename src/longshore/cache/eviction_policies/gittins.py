@@ -36,8 +36,8 @@ from longshore.cache.columns import (
     u32_view,
     unique,
 )
-from longshore.cache.eviction.base import EvictionPolicy, NodeKeys
-from longshore.cache.eviction.hit_rates import (
+from longshore.cache.eviction_policies.base import EvictionPolicy, NodeKeys
+from longshore.cache.eviction_policies.hit_rates import (
     AGAIN,
     AGE_OF,
     AGES_OF,

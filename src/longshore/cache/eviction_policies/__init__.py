@@ -1,9 +1,9 @@
 """Eviction policies: which chunk is evicted when a tier is full. One policy per file, one interface."""
 
-from longshore.cache.eviction.arc import ARC
-from longshore.cache.eviction.base import EvictionPolicy
-from longshore.cache.eviction.gittins import Gittins
-from longshore.cache.eviction.lru import LRU
+from longshore.cache.eviction_policies.arc import ARC
+from longshore.cache.eviction_policies.base import EvictionPolicy
+from longshore.cache.eviction_policies.gittins import Gittins
+from longshore.cache.eviction_policies.lru import LRU
 
 POLICIES: dict[str, type[EvictionPolicy]] = {"gittins": Gittins, "arc": ARC, "lru": LRU}
 """Every policy, by its name in the settings."""
