@@ -151,15 +151,13 @@ def _server(settings: RemoteSettings, slots: SlotMap | None = None) -> Iterator[
         try:
             with _session(settings) as session:
                 said.extend(check(session, time.monotonic() + max(settings.connect_timeout, _CALL_SECONDS), settings))
-        except (RemoteError, TierError) as error:
+        except (RemoteError, TierError, *_UNEXPECTED_REPLY) as error:
             if check is _answers:
                 yield BROKEN, str(error), _advice(error, settings)
                 return
             advice = "allow the user the commands INFO, CONFIG GET, SCAN and GETRANGE, or look yourself"
-            said.append((WARNING, f"not everything could be checked: {error}", advice))
-        except _UNEXPECTED_REPLY as error:
-            what = f"not everything could be checked: a reply is not as expected ({error})"
-            said.append((WARNING, what, "look at the server yourself: it may be neither Valkey nor Redis"))
+            what = f"a reply is not as expected ({error})" if isinstance(error, _UNEXPECTED_REPLY) else str(error)
+            said.append((WARNING, f"not everything could be checked: {what}", advice))
         yield from said
 
 
