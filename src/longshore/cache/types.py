@@ -437,9 +437,12 @@ class Counters:
 
     def count_reads(self, sources: Sequence[str], statuses: Sequence[Status], tokens: int) -> None:
         """Count chunks that the engine has read itself, of `tokens` tokens each: hits, and misses by how they ended."""
-        hits = [tier for tier, status in zip(sources, statuses, strict=True) if status is Status.OK]
-        self.count_hits(hits, hits, tokens)
-        self.misses.update(MissReason.of(status) for status in statuses if status is not Status.OK)
+        hits, fine = sources, Status.OK
+        if statuses.count(fine) < len(statuses):
+            hits = [tier for tier, status in zip(sources, statuses, strict=True) if status is fine]
+            self.misses.update(MissReason.of(status) for status in statuses if status is not fine)
+        by_tier = Counter(hits)
+        self.count_hits(by_tier, by_tier, tokens)
 
     def count_hits(self, chunks: Sources, first_group: Sources, tokens: int) -> None:
         """Count chunks that were loaded; `first_group` are those of the first group, of `tokens` tokens each."""
