@@ -206,8 +206,14 @@ $ plan trace.jsonl
 2 --model: expected one of llama-3.1-8b, llama-3.1-70b, mistral-7b, qwen2.5-7b, qwen3-32b, deepseek-v3, or the *
 $ plan gone.jsonl --model llama-3.1-8b
 2 cannot read trace gone.jsonl: No such file or directory
+$ replay header.csv --capacity-blocks 5
+2 header.csv: expected a trace of at least one request, got none
+$ replay header.csv --model llama-3.1-8b --host 4GiB
+2 header.csv: expected a trace of at least one request, got none
+$ replay binary --capacity-blocks 5 --format mooncake --bad-lines skip
+2 binary: expected a trace of at least one request, got none
 $ plan header.csv --model llama-3.1-8b
-2 expected a trace of at least one request, got none
+2 header.csv: expected a trace of at least one request, got none
 $ PLAN --ttft-p95 500
 2 --ttft-p95: expected a time such as 500ms or 2s, got '500'
 $ PLAN --ttft-p95 -1s

@@ -192,6 +192,15 @@ def test_compressed_traces_and_standard_input_are_read_alike(
         run(str(packed), *mode)
 
 
+def test_messages_call_standard_input_by_its_name() -> None:
+    line = b'{"timestamp": 1, "input_length": 512, "output_length": 1, "hash_ids": [1]}\n'
+    call = ["replay", "-", "--capacity-blocks", "5"]
+    with pytest.raises(LongshoreError, match=r"^standard input, line 2: expected a field 'input_length'"):
+        CliRunner().invoke(app, call, input=line + b"{}\n", catch_exceptions=False)
+    done = CliRunner().invoke(app, [*call, "--bad-lines", "skip"], input=line + b"{}\n", catch_exceptions=False)
+    assert done.stderr.startswith("skipped: standard input, line 2: expected a field 'input_length'")
+
+
 def test_time_that_runs_backwards_is_refused_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     line = '{{"timestamp": {}, "input_length": 512, "output_length": 1, "hash_ids": [{}]}}\n'

@@ -332,17 +332,27 @@ class TraceOptions:
         if sys.stdin is None:
             raise ConfigError("expected a trace on standard input, but it is closed")
         with tempfile.TemporaryDirectory(prefix="longshore-") as directory:
-            copy = Path(directory) / "standard-input"
+            copy = Path(directory) / _STANDARD_INPUT
             try:
                 with copy.open("wb") as file:
                     shutil.copyfileobj(sys.stdin.buffer, file)
             except OSError as error:
                 raise OSError(error.errno, error.strerror, str(copy)) from error
-            yield Trace(copy, self, console)
+            try:
+                yield Trace(copy, self, console)
+            except TraceError as error:
+                raise TraceError(self.named(error, copy)) from error
+
+    def named(self, error: TraceError, path: Path) -> str:
+        """The text of `error` about the file at `path`, which is called standard input if it is a copy of that."""
+        return str(error).replace(str(path), path.name) if str(self.trace) == "-" else str(error)
 
 
 SLOT_BYTES = 80
 """Memory per block of a replay tier's capacity, in bytes."""
+
+_STANDARD_INPUT = "standard input"
+"""Name of a trace that is read from standard input."""
 
 _SHOWN = 3
 """Largest number of invalid lines shown."""
@@ -351,7 +361,8 @@ _SHOWN = 3
 class Trace:
     """The requests of a trace; each iteration reads the file again.
 
-    The first iteration prints skipped lines and assumptions on `console`.
+    The first iteration prints skipped lines and assumptions on `console`. An iteration raises `TraceError` for a trace
+    without requests.
     """
 
     def __init__(self, path: Path, options: TraceOptions, console: Console) -> None:
@@ -378,7 +389,7 @@ class Trace:
             nonlocal skipped
             skipped += 1
             if skipped <= _SHOWN:
-                tell(f"skipped: {error}")
+                tell(f"skipped: {self._options.named(error, self._path)}")
 
         requests = read_trace(self._path, known, block_tokens=self._options.block_tokens, skip=skip if skips else None)
         for request in islice(requests, self._options.limit):
@@ -387,6 +398,8 @@ class Trace:
             yield request
         if skipped > _SHOWN:
             tell(f"skipped: {skipped:,} lines in all")
+        if not self.requests:
+            raise TraceError(f"{self._path}: expected a trace of at least one request, got none")
         if self.assumed:
             tell(self.assumption)
 
