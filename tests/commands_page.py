@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -76,14 +77,14 @@ def _meaning(parameter: Any) -> str:
 
 
 def _text(help_text: str) -> str:
-    """A command's text: examples, which are lines of their own, as blocks."""
+    """A command's text, wrapped; examples, which are lines of their own, as blocks."""
     lines = [re.sub(r"^\[dim\](.*)\[/\]$", r"\1", line) for line in help_text.strip().splitlines()]
-    text, example = [], re.compile(r"(longshore|vllm|eval) ")
+    text, example = [], re.compile(r"(longshore |vllm |eval |flags=)")
     for line in lines:
         if example.match(line):
             text.append(f"    {line}")
         else:
-            text.append(_plain(line))
+            text += textwrap.wrap(_plain(line), 120, break_on_hyphens=False) or [""]
     return re.sub(r"(?m)^((?!    ).+)\n(    )", r"\1\n\n\2", "\n".join(text))
 
 

@@ -8,12 +8,16 @@ import shlex
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli_kit import LONGSHORE, SHORT, expanded
 from rich.padding import Padding
+from typer.main import get_command
 
+from longshore.cli.app import app
 from longshore.cli.output import console, run
 
 
@@ -131,3 +135,19 @@ def test_interrupts_and_internal_errors_print_no_traceback(
     monkeypatch.setenv("LONGSHORE_TRACEBACK", "1")
     run(broken)
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_help_fits_any_width_of_the_terminal() -> None:
+    broken = {
+        name: line
+        for name, command in _commands(get_command(app))
+        for paragraph in (command.help or "").split("\n\n")
+        for line in paragraph.splitlines()
+        if "\n" in paragraph and not line.startswith(("longshore ", "flags=", "eval "))
+    }
+    assert broken == {}
+
+
+def _commands(group: Any) -> Iterator[tuple[str, Any]]:
+    for name, command in group.commands.items():
+        yield from _commands(command) if hasattr(command, "commands") else [(name, command)]

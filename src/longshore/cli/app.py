@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect as inspection
+import re
 import sys
 
 import typer
@@ -41,6 +43,16 @@ app.command("config")(settings_reference)
 app.command()(vllm_config)
 app.command()(sglang_config)
 app.add_typer(bench)
+
+
+def flowing(text: str) -> str:
+    """A help text whose paragraphs are one line each, for any width of the terminal; examples remain lines."""
+    example = r"(?:\[\w+\])?(?:longshore |vllm |eval |flags=)"
+    return re.sub(rf"(?m)^(?!{example})(.+)\n(?!{example}|\n)", r"\1 ", inspection.cleandoc(text))
+
+
+for _command in (*app.registered_commands, *bench.registered_commands):
+    _command.help = flowing((_command.callback and _command.callback.__doc__) or "")
 
 
 @app.callback(invoke_without_command=True)

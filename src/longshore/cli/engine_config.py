@@ -30,7 +30,7 @@ FilePath = Annotated[str | None, typer.Option(help="Directory of the file tier, 
 
 
 def settings_reference(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[SETTING...]", help="Only these settings.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(metavar="SETTING", help="Only these settings.")] = None,
     as_json: Json = False,
 ) -> None:
     """List all settings: the values allowed, the default, and the meaning with its unit.
@@ -117,7 +117,8 @@ def sglang_config(
 ) -> None:
     """Print flags for `sglang serve`, quoted for a shell. Paths are made absolute.
 
-    eval "sglang serve --model-path MODEL $(longshore sglang-config --file-path /nvme/longshore --file-size 1TiB)"
+    flags=$(longshore sglang-config --file-path /nvme/longshore --file-size 1TiB) &&
+    eval "sglang serve --model-path MODEL $flags"
     """
     given = settings_with(settings or (), file_path=file_path, file_size=file_size)
     config = Config.make(**given)

@@ -164,7 +164,7 @@ def _conclusion(directory: Path, damaged: int, lost: int, *, repaired: bool) -> 
 def gc(
     directories: Annotated[
         list[Path],
-        typer.Argument(metavar="DIR...", help="Directories of file tiers, or directories that contain them."),
+        typer.Argument(metavar="DIR", help="Directories of file tiers, or directories that contain them."),
     ],
     remove: Annotated[
         list[str] | None,

@@ -53,7 +53,7 @@ def top(
     addresses: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[ADDRESS...]",
+            metavar="ADDRESS",
             help="Metrics endpoints: host:port, or a URL. Default: 127.0.0.1:9464, that of serve_metrics.",
         ),
     ] = None,
