@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from object_state import state_of
 
@@ -206,3 +207,27 @@ def test_clear_keeps_faults_only_of_slots_that_jobs_touch() -> None:
     pool.clear()
     assert pool.invalid == {1: Status.CORRUPT}
     pool.check_integrity()
+
+
+def test_freed_slot_belongs_to_no_node_and_is_told() -> None:
+    pool = SlotPool(4)
+    pool.freed = []
+    for index in pool.allocate(3):
+        pool.move(index, READY)
+        pool.node[index] = 7
+    pool.move(0, FREE)
+    assert pool.node[0] == 0
+    pool.free_all([1, 2])
+    assert pool.take_freed() == (0, 1, 2)
+
+
+def test_age_is_that_of_what_this_process_has_written() -> None:
+    pool = SlotPool(4)
+    (slot,) = pool.allocate(1)
+    pool.mark_written(np.array([slot], np.int32), 100.0)
+    age = pool.age(slot, 103.0)
+    assert age is not None
+    assert 3.0 <= age < 5.0
+    pool.free(slot)
+    pool.claim([slot], [0])
+    assert pool.age(slot, 103.0) is None, "it was recovered"
