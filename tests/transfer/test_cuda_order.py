@@ -151,6 +151,27 @@ def test_bounced_copies_are_ordered_on_both_streams() -> None:
     lane.finish()
 
 
+@pytest.mark.parametrize(("into", "way"), [(DEVICE, Way.DIRECT), (HOST, Way.ZERO_COPY)])
+def test_copy_after_a_staged_one_waits_for_its_last_stream(into: str, way: Way) -> None:
+    """Though the last copy before the staged one was on the same stream as this one."""
+    pools = Pools(flat(8, 4096), slots=8)
+    chooser = Always(way)
+    gpu = StandIn(chooser, mood="eager")
+    lane = gpu.lane(pools.layout, into)
+    kernels, link = (stream.name for stream in list(gpu.world.streams.values())[1:3])
+    last, other = (kernels, link) if into == DEVICE else (link, kernels)
+    batch = between(pools, [Section(0, 0, (3,))], [1], into).batch
+    lane.send([batch])
+    chooser.way = Way.STAGED
+    lane.send([batch])
+    chooser.way = way
+    gpu.world.log.clear()
+    lane.send([batch])
+    pairs = [(one[:2], two[:2]) for one, two in itertools.pairwise(gpu.world.log) if one[2] == two[2]]
+    assert (("record", last), ("wait", other)) in pairs
+    lane.finish()
+
+
 @pytest.mark.parametrize("into", [HOST, DEVICE])
 @pytest.mark.parametrize("way", WAYS)
 def test_copies_of_one_way_wait_for_no_other_stream(way: Way, into: str) -> None:

@@ -26,7 +26,7 @@ from longshore.transfer import D2H, H2D, TransferEngine
 from longshore.transfer.copy_plan import plan_copy
 from longshore.transfer.device.cuda.arguments import image_runs, pieces_of, staged, staged_pitch
 from longshore.transfer.device.cuda.calibration import Always, all_registered
-from longshore.transfer.device.cuda.driver import RELAXED
+from longshore.transfer.device.cuda.driver import RELAXED, Driver
 from longshore.transfer.device.cuda.streams import RING_SLOTS, CopyShape, DescriptorBuffer, Way, take_ring
 from longshore.transfer.device.torch_streams import EVENTS, Fallbacks
 
@@ -507,6 +507,23 @@ def test_a_stream_that_cannot_be_made_leaves_none_behind(monkeypatch: pytest.Mon
     monkeypatch.setattr("longshore.transfer.device.cuda.streams.pinned_or_pageable", _out_of_memory)
     with pytest.raises(RuntimeError, match="no memory"):
         gpu.device.stream(flat(4), HOST)
+    assert gpu.library.made == gpu.library.destroyed != []
+
+
+def test_without_a_second_stream_the_first_is_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = StandIn(Always(Way.STAGED))
+    create, made = gpu.accelerator.create_stream, list[torch.Stream]()
+
+    def create_one(driver: Driver) -> torch.Stream:
+        if made:
+            raise DeviceError("no more streams")
+        made.append(create(driver))
+        return made[0]
+
+    monkeypatch.setattr(gpu.accelerator, "create_stream", create_one)
+    with pytest.raises(DeviceError, match="no more streams"):
+        gpu.device.stream(flat(4), HOST)
+    assert len(made) == 1
     assert gpu.library.made == gpu.library.destroyed != []
 
 
