@@ -11,7 +11,7 @@ import pytest
 from remotes import IMAGE, PLACES
 
 from longshore.testing import TierHarness
-from longshore.testing.local_server import LocalCluster, LocalS3, LocalServer
+from longshore.testing.local_server import LocalCluster, LocalMooncake, LocalS3, LocalServer
 from longshore.testing.tier_harness import span
 from longshore.tiers.arena import Arena
 from longshore.tiers.remote import open_store
@@ -82,4 +82,18 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 def own_cluster(tmp_path: Path) -> Iterator[LocalCluster]:
     """A cluster of the test's own, whose nodes are stopped and killed, and whose slots move."""
     with LocalCluster(tmp_path / "cluster") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def mooncake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalMooncake]:
+    """A store that tests share which leave it as it was."""
+    with LocalMooncake(tmp_path_factory.mktemp("mooncake")) as running:
+        yield running
+
+
+@pytest.fixture
+def own_mooncake(tmp_path: Path) -> Iterator[LocalMooncake]:
+    """A store of the test's own, to be stopped and killed."""
+    with LocalMooncake(tmp_path / "mooncake") as running:
         yield running

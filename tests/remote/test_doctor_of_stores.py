@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from longshore.cli.app import app
 from longshore.testing.faulty_proxy import FaultyProxy, WireFault, WireReply, WireRequest
-from longshore.testing.local_server import LocalServer, free_port
+from longshore.testing.local_server import LocalMooncake, LocalServer, free_port
 from longshore.tiers.remote.format import Identity, pack_header
 from longshore.tiers.remote.settings import PASSWORD_VARIABLE
 
@@ -290,3 +290,26 @@ def test_a_directory(tmp_path: Path) -> None:
     status, found = doctor(f"file://{tmp_path}/absent")
     assert status == 1
     assert "mount the file system" in broken(found)[0]
+
+
+def test_doctor_measures_mooncake_and_leaves_nothing(mooncake: LocalMooncake) -> None:
+    words = ("--image", "64KiB", "--images", "4", "--prefill-rate", "0.5")
+    result = CliRunner().invoke(app, ["doctor", mooncake.url(PATIENT), *words], catch_exceptions=False)
+    text = " ".join(result.output.split())
+    assert result.exit_code == 0, text
+    for part in ("it answers", "a probe of 512 keys", "GB/s"):
+        assert part in text
+    assert "remain" not in text
+
+
+@pytest.mark.parametrize("fault", ["absent", "stopped"])
+def test_doctor_says_that_mooncakes_master_is_unreachable(fault: str, own_mooncake: LocalMooncake) -> None:
+    url = own_mooncake.url("connect_timeout=3s", port=free_port() if fault == "absent" else None)
+    if fault == "stopped":
+        own_mooncake.pause()
+    result = CliRunner().invoke(app, ["doctor", url, "--prefill-rate", "0.5"], catch_exceptions=False)
+    own_mooncake.resume()
+    text = " ".join(result.output.split())
+    assert result.exit_code == 1
+    assert "start mooncake_master" in text
+    assert ("could not connect" if fault == "absent" else "does not answer") in text

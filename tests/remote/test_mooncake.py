@@ -14,29 +14,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from remotes import IMAGE, PATIENT, PLACES, TIMEOUT, ask, remote, until
-from typer.testing import CliRunner
 
 from longshore.boundary import Status
-from longshore.cache import GroupKeys
-from longshore.cli.app import app
-from longshore.config import Config
 from longshore.errors import TierError
-from longshore.keys import Scope
-from longshore.layout import from_rows
-from longshore.runtime.remote_fetch import fetch_and_wait
-from longshore.runtime.stack import open_stack
 from longshore.runtime.tier_host import HostedRemoteTier
 from longshore.testing import TierHarness, TierTests
-from longshore.testing.local_server import LocalMooncake, free_port
+from longshore.testing.local_server import LocalMooncake
 from longshore.testing.tier_harness import image, key, span
 from longshore.tiers.arena import Arena, ArenaSettings
 from longshore.tiers.base import Op, Tier
 from longshore.tiers.remote import mooncake as client_module
 from longshore.tiers.remote import open_store
 from longshore.tiers.remote.format import address
-from longshore.transfer import CpuDevice
 
 SHARED = ArenaSettings(shared=True)
 SHORT = "connect_timeout=20s&probe_timeout=20s&write_timeout=20s&fetch_timeout=1s"
@@ -86,20 +76,6 @@ def served(harness: TierHarness, number: int) -> bool:
     if status is Status.OK:
         np.testing.assert_array_equal(found, image(number, IMAGE))
     return status is Status.OK
-
-
-@pytest.fixture(scope="module")
-def mooncake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalMooncake]:
-    """A store that tests share which leave it as it was."""
-    with LocalMooncake(tmp_path_factory.mktemp("mooncake")) as running:
-        yield running
-
-
-@pytest.fixture
-def own(tmp_path: Path) -> Iterator[LocalMooncake]:
-    """A store of the test's own, to be stopped and killed."""
-    with LocalMooncake(tmp_path / "mooncake") as running:
-        yield running
 
 
 @pytest.fixture
@@ -284,14 +260,14 @@ def test_a_full_store_says_so(tmp_path: Path, shared: Callable[..., TierHarness]
 
 
 def test_a_stopped_master_ends_requests_in_time_without_late_writers(
-    own: LocalMooncake, shared: Callable[..., TierHarness]
+    own_mooncake: LocalMooncake, shared: Callable[..., TierHarness]
 ) -> None:
-    harness = shared(own.url(SHORT), failures=10**9)
+    harness = shared(own_mooncake.url(SHORT), failures=10**9)
     harness.store(0, 1)
     until(lambda: served(harness, 1))
     busy = set(clients())
     assert len(busy) == 2, "of reads and of writes"
-    own.pause()
+    own_mooncake.pause()
     read = harness.op(Op.READ, 0, 1)
     begun = time.monotonic()
     ticket = harness.tier.submit([read], math.inf)
@@ -301,25 +277,29 @@ def test_a_stopped_master_ends_requests_in_time_without_late_writers(
     assert harness.run(harness.op(Op.WRITE, 0, 2), deadline=time.monotonic() + 0.3) == (Status.DEADLINE,)
     assert all(map(is_dead, busy))
     assert remote(harness).failures["timeout"] >= 2
-    own.resume()
+    own_mooncake.resume()
     until(lambda: harness.load(0, 1)[0] is Status.OK)
     harness.assert_serves(0, 1)
 
 
-def test_a_probe_of_a_stopped_master_ends_as_unknown(own: LocalMooncake, shared: Callable[..., TierHarness]) -> None:
-    harness = shared(own.url(PATIENT.replace("probe_timeout=20s", "probe_timeout=2s")))
+def test_a_probe_of_a_stopped_master_ends_as_unknown(
+    own_mooncake: LocalMooncake, shared: Callable[..., TierHarness]
+) -> None:
+    harness = shared(own_mooncake.url(PATIENT.replace("probe_timeout=20s", "probe_timeout=2s")))
     until(lambda: ask(harness, 1) == (False,))
-    own.pause()
+    own_mooncake.pause()
     assert ask(harness, 1) is None
-    own.resume()
+    own_mooncake.resume()
     until(lambda: ask(harness, 1) == (False,))
 
 
-def test_a_master_that_is_killed_and_started_again(own: LocalMooncake, shared: Callable[..., TierHarness]) -> None:
-    harness = shared(own.url(PATIENT))
+def test_a_master_that_is_killed_and_started_again(
+    own_mooncake: LocalMooncake, shared: Callable[..., TierHarness]
+) -> None:
+    harness = shared(own_mooncake.url(PATIENT))
     harness.store(0, 1)
     harness.assert_serves(0, 1)
-    own.kill()
+    own_mooncake.kill()
     ended = [harness.run(harness.op(Op.READ, 0, 1), harness.op(Op.WRITE, 0, 2)) for _ in range(8)]
     assert {status for statuses in ended for status in statuses} == {Status.UNAVAILABLE}
     tier = remote(harness)
@@ -327,19 +307,21 @@ def test_a_master_that_is_killed_and_started_again(own: LocalMooncake, shared: C
     assert ask(harness, 1) is None
     assert tier.failures["connection"] >= 3
     assert (tier.counts["read", "unavailable"], tier.counts["write", "unavailable"]) == (8, 8)
-    own.start()
+    own_mooncake.start()
     until(lambda: not tier.is_unavailable)
     assert harness.load(0, 1)[0] is Status.NOT_FOUND, "the master keeps nothing"
     until(lambda: written(harness, 1))
     harness.assert_serves(0, 1)
 
 
-def test_a_machine_that_dies_costs_its_values_alone(own: LocalMooncake, shared: Callable[..., TierHarness]) -> None:
-    harness = shared(own.url(PATIENT))
+def test_a_machine_that_dies_costs_its_values_alone(
+    own_mooncake: LocalMooncake, shared: Callable[..., TierHarness]
+) -> None:
+    harness = shared(own_mooncake.url(PATIENT))
     harness.store(0, 1)
-    assert own.machine is not None
-    own.machine.kill()
-    own.machine.wait()
+    assert own_mooncake.machine is not None
+    own_mooncake.machine.kill()
+    own_mooncake.machine.wait()
     ended = [harness.load(0, 1)[0] for _ in range(4)]
     assert set(ended) == {Status.UNAVAILABLE}
     assert set(remote(harness).failures.values()) == {0}
@@ -544,20 +526,20 @@ def memory_of(pid: int) -> str:
         return ""
 
 
-def test_closing_with_work_under_way(own: LocalMooncake, shared: Callable[..., TierHarness]) -> None:
-    harness = shared(own.url(SHORT.replace("20s", "1s")))
+def test_closing_with_work_under_way(own_mooncake: LocalMooncake, shared: Callable[..., TierHarness]) -> None:
+    harness = shared(own_mooncake.url(SHORT.replace("20s", "1s")))
     before = set(threading.enumerate())
     harness.reopen()
     until(lambda: written(harness, 1))
     until(lambda: served(harness, 1))
-    own.pause()
+    own_mooncake.pause()
     tickets = [harness.tier.submit([harness.op(Op.READ, 0, 1, place)], math.inf) for place in range(4)]
     harness.tier.close()
     statuses = {status for ticket in tickets for status in harness.wait(ticket).statuses}
     assert statuses <= {Status.DEADLINE, Status.TIER_OFF}
     assert clients() == []
     assert not set(threading.enumerate()) - before
-    own.resume()
+    own_mooncake.resume()
 
 
 # What is missing
@@ -597,49 +579,8 @@ def test_its_package_is_not_imported_unless_a_store_is_configured() -> None:
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_two_stacks_share_blocks_and_memory_with_the_client(mooncake: LocalMooncake) -> None:
-    rows = torch.randint(0, 256, (8, 4 * 65536), dtype=torch.uint8, generator=torch.manual_seed(3))
-    layout = from_rows(rows, pages_per_block=4, block_size=16)
-    scope = Scope(model="m", weights="w", dtype="d", layout=layout.fingerprint, block_size=16, salt=os.urandom(8).hex())
-    config = Config.make(background=False, remote=mooncake.url(PATIENT), gate=False, host_size=16 * layout.image_bytes)
-    assert not config.host_shared
-    path = GroupKeys([key(number) for number in range(8)])
-    with open_stack(config, layout, scope, CpuDevice()) as writer, writer.runtime.batch() as cache:
-        job = cache.store({0: path}, {0: range(8)})[0].job
-        assert job is not None
-        assert writer.runtime.wait_jobs([job], TIMEOUT)
-        assert writer.runtime.flush(TIMEOUT)
-    with open_stack(config, layout, scope, CpuDevice()) as reader:
-        fetch_and_wait(reader.runtime, path, 0, 16, TIMEOUT)
-        with reader.runtime.batch() as cache:
-            assert cache.lookup({0: path}, reader.runtime.clock(), remote_tiers=()).num_chunks == 8
-
-
 def test_an_arena_that_is_not_shared_is_refused(mooncake: LocalMooncake) -> None:
     arena = Arena(IMAGE)
     with pytest.raises(TierError, match="shared=True"):
         open_store(mooncake.url(), arena=arena, image_bytes=IMAGE, namespace=bytes(32))
     arena.close()
-
-
-def test_doctor_measures_and_leaves_nothing(mooncake: LocalMooncake) -> None:
-    words = ("--image", "64KiB", "--images", "4", "--prefill-rate", "0.5")
-    result = CliRunner().invoke(app, ["doctor", mooncake.url(PATIENT), *words], catch_exceptions=False)
-    text = " ".join(result.output.split())
-    assert result.exit_code == 0, text
-    for part in ("it answers", "a probe of 512 keys", "GB/s"):
-        assert part in text
-    assert "remain" not in text
-
-
-@pytest.mark.parametrize("fault", ["absent", "stopped"])
-def test_doctor_says_that_a_master_is_unreachable(fault: str, own: LocalMooncake) -> None:
-    url = own.url("connect_timeout=3s", port=free_port() if fault == "absent" else None)
-    if fault == "stopped":
-        own.pause()
-    result = CliRunner().invoke(app, ["doctor", url, "--prefill-rate", "0.5"], catch_exceptions=False)
-    own.resume()
-    text = " ".join(result.output.split())
-    assert result.exit_code == 1
-    assert "start mooncake_master" in text
-    assert ("could not connect" if fault == "absent" else "does not answer") in text

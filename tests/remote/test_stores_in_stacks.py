@@ -19,7 +19,7 @@ from longshore.keys import Scope
 from longshore.layout import from_rows
 from longshore.runtime.remote_fetch import fetch, fetch_and_wait, fetch_timeout
 from longshore.runtime.stack import Stack, open_stack
-from longshore.testing.local_server import LocalServer
+from longshore.testing.local_server import LocalMooncake, LocalServer
 from longshore.tiers.remote import RemoteTier
 from longshore.transfer import CpuDevice
 
@@ -204,3 +204,21 @@ def test_a_stopped_server_costs_a_miss(opened: Callable[..., Stack], server: Loc
     finally:
         os.kill(server.pid, signal.SIGCONT)
     assert stack.remote[0].failures["timeout"] >= 1
+
+
+def test_stacks_over_mooncake_share_blocks_and_memory_with_its_client(mooncake: LocalMooncake) -> None:
+    rows = torch.randint(0, 256, (8, 4 * 65536), dtype=torch.uint8, generator=torch.manual_seed(3))
+    layout = from_rows(rows, pages_per_block=4, block_size=16)
+    scope = Scope(model="m", weights="w", dtype="d", layout=layout.fingerprint, block_size=16, salt=os.urandom(8).hex())
+    config = Config.make(background=False, remote=mooncake.url(PATIENT), gate=False, host_size=16 * layout.image_bytes)
+    assert not config.host_shared
+    path = GroupKeys([hashlib.sha256(bytes([number])).digest() for number in range(8)])
+    with open_stack(config, layout, scope, CpuDevice()) as writer, writer.runtime.batch() as cache:
+        job = cache.store({0: path}, {0: range(8)})[0].job
+        assert job is not None
+        assert writer.runtime.wait_jobs([job], TIMEOUT)
+        assert writer.runtime.flush(TIMEOUT)
+    with open_stack(config, layout, scope, CpuDevice()) as reader:
+        fetch_and_wait(reader.runtime, path, 0, 16, TIMEOUT)
+        with reader.runtime.batch() as cache:
+            assert cache.lookup({0: path}, reader.runtime.clock(), remote_tiers=()).num_chunks == 8
