@@ -356,14 +356,15 @@ def test_servers_of_one_machine_share_pages_whatever_their_ports(rigs: Rigs) -> 
     assert scopes(rigs(under="a", told=other)) == scopes(rigs(under="b"))
 
 
-def test_every_byte_of_weights_in_another_place_counts(rigs: Rigs, tmp_path: Path) -> None:
+@pytest.mark.parametrize("setting", ["kt_weight_path", "modelopt_checkpoint_restore_path", "dllm_algorithm_config"])
+def test_every_byte_of_weights_in_another_place_counts(setting: str, rigs: Rigs, tmp_path: Path) -> None:
     experts = tmp_path / "experts"
     experts.mkdir()
     found = []
     for name, content in (("a", b"some experts"), ("b", b"same experts"), ("c", b"some experts")):
         (experts / "weights.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}" + content)
         os.utime(experts / "weights.safetensors", (0, 0))
-        found.append(scopes(rigs(under=name, told={"kt_weight_path": str(experts)})))
+        found.append(scopes(rigs(under=name, told={setting: str(experts)})))
     assert found[0] == found[2] != found[1]
 
 

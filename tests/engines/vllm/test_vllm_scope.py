@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import struct
@@ -107,6 +108,19 @@ def test_another_reader_of_videos_finds_nothing(tmp_path: Path, monkeypatch: pyt
     assert first_lookup(tmp_path, vllm=reads_videos) is MISS
     assert first_lookup(tmp_path, vllm=reads_videos) is PENDING
     assert first_lookup(tmp_path) is PENDING
+
+
+def test_other_scales_in_the_same_file_find_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "scales.json"
+    given = SimpleNamespace(mm_encoder_fp8_scale_path=str(file), mm_processor_cache_gb=4)
+
+    def with_scale(scale: float) -> LookupResult:
+        file.write_text(json.dumps({"layer": {"q": scale}}))
+        return first_lookup(tmp_path, vllm={"model_config.multimodal_config": given})
+
+    assert with_scale(0.5) is MISS
+    assert with_scale(0.25) is MISS
+    assert with_scale(0.5) is PENDING
 
 
 def test_other_weights_find_nothing(tmp_path: Path) -> None:

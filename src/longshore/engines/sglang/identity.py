@@ -35,6 +35,9 @@ _OTHERWISE = (
 """Settings of these without effect on bytes; where weights lie is not what they are, and keys name the adapter. Ports
 and devices differ between servers, and how tokens are chosen decides which prompts there are, not their pages."""
 
+_NAME_FILES = ("_path", "_file", "_config")
+"""Ends of the names of settings that may name a file or a directory, which then counts by its bytes, too."""
+
 _FROM_FILES = frozenset({"auto", "safetensors", "fastsafetensors", "pt", "mistral", "gguf", "bitsandbytes"})
 """Values of `load_format` with which weights come from the files in the model's directory, and from nowhere else."""
 
@@ -130,9 +133,9 @@ def scope_of(
 
 def _weights(told: dict[str, Any], memo: Path | None) -> str:
     paths = [model_path(told["model_path"], told["revision"], told["download_dir"])]
-    for name in ("quantization_param_path", "kt_weight_path"):
-        if told.get(name):
-            paths.append(Path(told[name]))
+    for name, value in _numeric(told).items():
+        if name.endswith(_NAME_FILES) and isinstance(value, str) and value and Path(value).exists():
+            paths.append(Path(value))
     return weights_digest(paths, process_began(), memo)
 
 

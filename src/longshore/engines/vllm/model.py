@@ -36,8 +36,7 @@ _OF_MODEL = (
 )
 _OF_IMAGES = (
     *("mm_processor_kwargs", "media_io_kwargs", "mm_device_do_normalize", "language_model_only"),
-    *("mm_encoder_attn_backend", "mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path"),
-    *("video_pruning_rate", "video_pruning_method"),
+    *("mm_encoder_attn_backend", "mm_encoder_attn_dtype", "video_pruning_rate", "video_pruning_method"),
 )
 _OF_ATTENTION = (
     *("use_non_causal", "use_prefill_query_quantization", "disable_flashinfer_q_quantization"),
@@ -142,8 +141,8 @@ def model_identity(groups: Sequence[Any], memo: Path | None) -> ModelIdentity:
     why_not_persistent, weights = _reason_not_persistent(vllm, models, paths), ""
     if memo is not None and not why_not_persistent:
         try:
-            found = [path for path in paths if path is not None]
-            weights = weights_digest(found, _loading_began(vllm), memo / MEMO)
+            files = [path for path in [*paths, _encoder_scales(vllm)] if path is not None]
+            weights = weights_digest(files, _loading_began(vllm), memo / MEMO)
         except (EngineError, OSError) as error:
             why_not_persistent = f"weights cannot be identified: {error}"
     return ModelIdentity(
@@ -161,6 +160,12 @@ def model_identity(groups: Sequence[Any], memo: Path | None) -> ModelIdentity:
         why_not_persistent=why_not_persistent,
         base_is_mixed=vllm.lora_config is not None and applies_to_base_model(),
     )
+
+
+def _encoder_scales(vllm: Any) -> Path | None:
+    """The file with the scales of the attention over images, if one is given; its bytes count, as those of weights."""
+    given = getattr(getattr(vllm.model_config, "multimodal_config", None), "mm_encoder_fp8_scale_path", None)
+    return Path(given) if given else None
 
 
 def _drafts_loaded_by(vllm: Any) -> Any:
