@@ -152,7 +152,7 @@ def test_a_call_that_makes_no_sense_is_refused(tmp_path: Path, arguments: tuple[
 
 
 @pytest.mark.parametrize("name", ["", "../one", "n" * 108])
-def test_a_name_that_no_socket_can_have_is_a_wrong_call(name: str) -> None:
+def test_a_name_that_no_socket_can_have_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"^control: "):
         run(Config.make(control=name), "stats")
 

@@ -451,7 +451,7 @@ def test_an_engine_without_tiers_says_so() -> None:
     assert commands.answer(bytearray(b'{"command": "stats"}'))["ok"]["metrics"] == {}
 
 
-def test_a_path_that_is_no_socket_is_not_a_killed_engine(tmp_path: Path) -> None:
+def test_a_path_that_is_no_socket_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path, tmp_path / "file"):
         with pytest.raises(CommandError, match=f"^{path}: not a socket: expected the engine's setting control"):
