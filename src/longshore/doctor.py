@@ -566,10 +566,11 @@ def _open_files() -> Iterator[Finding]:
 
 
 def _disk(path: Path) -> Iterator[Finding]:
-    if not path.is_dir():
-        return
-    kind = file_system_of(path.stat().st_dev)
-    has = f"{kind}, {format_bytes(shutil.disk_usage(path).free)} free"
+    place = next(each for each in (path, *path.absolute().parents) if each.exists())  # the engine makes the rest
+    if not (place.is_dir() and os.access(place, os.W_OK)):
+        return  # found with the settings
+    kind = file_system_of(place.stat().st_dev)
+    has = f"{kind}, {format_bytes(shutil.disk_usage(place).free)} free"
     if kind in _RAM_DISKS:
         yield WARNING, f"{has}: a RAM disk", "it takes memory that host_size could have: raise that, or name a disk"
     elif kind in _NETWORKED or kind.startswith("fuse"):
@@ -578,7 +579,7 @@ def _disk(path: Path) -> Iterator[Finding]:
         yield OK, has, ""
     io = SystemIo()
     try:
-        with tempfile.TemporaryFile(dir=path) as file:
+        with tempfile.TemporaryFile(dir=place) as file:
             file.write(bytes(DISK_PAGE))
             file.flush()
             if not io.enable_direct(file.fileno()):

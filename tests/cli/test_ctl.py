@@ -151,6 +151,12 @@ def test_a_call_that_makes_no_sense_is_refused(tmp_path: Path, arguments: tuple[
         run(Config.make(control=str(tmp_path / "none.ctl")), *arguments)
 
 
+@pytest.mark.parametrize("name", ["", "../one", "n" * 108])
+def test_a_name_that_no_socket_can_have_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"^control: "):
+        run(Config.make(control=name), "stats")
+
+
 def test_missing_engine_is_named_with_those_that_run(store: PrefixStore, config: Config) -> None:
     other = Config.make(control=config.control.replace("one.ctl", "two.ctl"))
     with pytest.raises(CommandError, match=r"two\.ctl: no such socket\. Engines with one: one; .* setting control"):

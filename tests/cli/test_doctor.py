@@ -42,6 +42,14 @@ def test_settings_that_this_machine_can_give(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [file]
 
 
+def test_the_disk_of_a_directory_that_is_not_there_yet(tmp_path: Path) -> None:
+    there = check_machine(Config.make(host_size="1MiB", file_path=tmp_path, file_size="1MiB"))
+    found = check_machine(Config.make(host_size="1MiB", file_path=tmp_path / "a" / "b", file_size="1MiB"))
+    assert [each.level for each in found] == [each.level for each in there]
+    assert [each.about for each in found].count(f"file tier in {tmp_path}/a/b") > 0
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_settings_that_it_cannot_give() -> None:
     status, found = doctor("--set", "host_size=100TiB")
     assert status == 1

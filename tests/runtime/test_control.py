@@ -21,7 +21,7 @@ from control_kit import TIMEOUT, Engine, prompt
 
 from longshore.boundary import FILE, HOST
 from longshore.cache import GroupKeys
-from longshore.errors import CommandError, EngineError
+from longshore.errors import CommandError, ConfigError, EngineError
 from longshore.runtime import control
 from longshore.runtime.commands import Commands, ControlledEngine
 from longshore.runtime.control import MOST_BYTES, ask, socket_path
@@ -211,7 +211,7 @@ def test_stats_are_those_of_the_metrics(opened: Opened) -> None:
         (b'{"command": "lookup", "tokens": [1, true]}', "whole numbers"),
         (b'{"command": "lookup", "tokens": [-1]}', "whole numbers"),
         (b'{"command": "lookup", "tokens": [1e3]}', "whole numbers"),
-        (b'{"command": "pin", "tokens": [1, 2, 3]}', "one whole chunk"),
+        (b'{"command": "pin", "tokens": [1, 2, 3]}', "one whole chunk, got 3 tokens"),
         (b'{"command": "pin", "tokens": []}', "one whole chunk"),
         (b'{"command": "lookup", "keys": ["zz"]}', "hexadecimal"),
         (b'{"command": "lookup", "keys": [7]}', "hexadecimal"),
@@ -355,6 +355,13 @@ def test_an_engine_without_tiers_says_so() -> None:
     assert commands.answer(bytearray(b'{"command": "stats"}'))["ok"]["metrics"] == {}
 
 
+def test_a_path_that_is_no_socket_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "file"):
+        with pytest.raises(CommandError, match=f"^{path}: not a socket: expected the engine's setting control"):
+            ask(path, {"command": "stats"}, TIMEOUT)
+
+
 def test_next_engine_takes_the_socket_of_a_killed_one(
     process: subprocess.Popen[str], opened: Opened, path: Path
 ) -> None:
@@ -425,7 +432,7 @@ def test_the_socket_is_its_owners_alone(opened: Opened, path: Path) -> None:
     engine = opened()
     assert stat.S_IMODE(engine.server.path.stat().st_mode) == 0o600
     path.parent.chmod(0o755)
-    with pytest.raises(EngineError, match="expected an own directory of mode 0700"):
+    with pytest.raises(EngineError, match="expected an own directory of mode 0700: chmod 700 it, or name another"):
         opened()
     assert socket_path("one").parent.stat().st_mode & 0o077 == 0
 
@@ -486,7 +493,7 @@ def test_a_forked_process_does_not_keep_the_socket(opened: Opened, path: Path) -
 
 @pytest.mark.parametrize("name", ["", ".hidden", "a/b", "/" + "x" * 120, "/nowhere/at/all.ctl"])
 def test_a_socket_that_cannot_be_made_is_an_error(name: str) -> None:
-    with pytest.raises(EngineError):
+    with pytest.raises((ConfigError, EngineError)):
         Engine(name)
 
 

@@ -91,7 +91,7 @@ class TestLock:
     def test_a_second_opener_is_told_what_to_do(self, opener: Opener, directory: Path) -> None:
         opener()
         with pytest.raises(
-            TierInUseError, match=rf"{directory} .*process id {os.getpid()}, this one\).*{directory}/rank0"
+            TierInUseError, match=rf"{directory} .*process id {os.getpid()}, this one\): stop it, .*{directory}/rank0"
         ):
             opener()
 

@@ -51,11 +51,11 @@ class OutputError(LongshoreError):
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console on standard output or error. If it is not a terminal, lines are not wrapped.
+    """A console on standard output or error. If it is not a terminal, no line is wrapped or cut, whatever COLUMNS is.
 
     Text is printed as it is: names of requests and directories may have brackets.
     """
-    piped = not (sys.stderr if stderr else sys.stdout).isatty() and "COLUMNS" not in os.environ
+    piped = not (sys.stderr if stderr else sys.stdout).isatty()
     return Console(stderr=stderr, width=_WIDE if piped else None, highlight=False, markup=False, emoji=False)
 
 

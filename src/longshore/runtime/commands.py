@@ -170,7 +170,8 @@ class Commands:
             if any(len(key) != _KEY_BYTES for key in paths[0]) or len(set(paths[0])) < len(paths[0]):
                 raise CommandError(f"keys: expected different keys of {_KEY_BYTES} bytes, 64 hexadecimal digits each")
         if not min(map(len, paths)):
-            raise CommandError("expected a prompt of at least one whole chunk")
+            what = "tokens" if "tokens" in request else "keys"
+            raise CommandError(f"expected a prompt of at least one whole chunk, got {len(given)} {what}")
         return paths
 
     def _served(self, there: Sequence[Sequence[bool]]) -> int:

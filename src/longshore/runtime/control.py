@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from longshore.errors import CommandError, EngineError
+from longshore.errors import CommandError, ConfigError, EngineError
 from longshore.runtime.commands import Commands, ControlledEngine
 
 _log = logging.getLogger(__name__)
@@ -59,19 +59,23 @@ def _check_private(directory: Path) -> None:
         raise EngineError(f"{directory}: {error.strerror}; make it a directory of mode 0700") from error
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise EngineError(
-            f"{directory} is not a directory of this user alone: expected an own directory of mode 0700; remove it"
+            f"{directory} is not a directory of this user alone: expected an own directory of mode 0700: chmod 700 it, "
+            "or name another"
         )
 
 
 def socket_path(name: str) -> Path:
-    """Where the engine `name` listens: an absolute path, or a name in the user's directory. Raises `EngineError`."""
+    """Where the engine `name` listens: an absolute path, or a name in the user's directory.
+
+    Raises `ConfigError` for what cannot be one, `EngineError` if that directory is not this user's alone.
+    """
     path = Path(name)
     if not path.is_absolute():
         if not name or "/" in name or name.startswith("."):
-            raise EngineError(f"control: expected a name without slashes, or an absolute path, got {name!r}")
+            raise ConfigError(f"control: expected a name without slashes, or an absolute path, got {name!r}")
         path = user_directory() / f"{name}.ctl"
     if len(os.fsencode(path)) > _PATH_BYTES - 12:  # with the process's number behind it
-        raise EngineError(f"control: {path} is too long for a socket: expected at most {_PATH_BYTES - 12} bytes")
+        raise ConfigError(f"control: {path} is too long for a socket: expected at most {_PATH_BYTES - 12} bytes")
     return path
 
 
@@ -92,7 +96,7 @@ class ControlServer:
     """
 
     def __init__(self, name: str, engine: ControlledEngine) -> None:
-        """Raises `EngineError` if the socket cannot be made, or its directory is not of this user alone."""
+        """Raises as `socket_path`, and `EngineError` if the socket cannot be made or its directory is not private."""
         path = socket_path(name)
         _check_private(path.parent)
         self._commands = Commands(engine)
@@ -306,6 +310,8 @@ def ask(path: Path, request: dict[str, Any], timeout: float) -> dict[str, Any]:
             "setting control names it"
         ) from None
     except ConnectionRefusedError:
+        if not path.is_socket():
+            raise CommandError(f"{path}: not a socket: expected the engine's setting control") from None
         raise CommandError(f"{path}: nobody listens: the engine was killed. Start it again") from None
     except TimeoutError:
         raise CommandError(

@@ -245,8 +245,8 @@ class Directory:
 
     def _in_use(self, holder: str) -> TierInUseError:
         return TierInUseError(
-            f"{self.path} is in use by a live process (process id {holder}). Give each a sub-directory of its own, "
-            f"for instance {self.path / 'rank0'} and {self.path / 'rank1'}"
+            f"{self.path} is in use by a live process (process id {holder}): stop it, or give each a sub-directory of "
+            f"its own, for instance {self.path / 'rank0'} and {self.path / 'rank1'}"
         )
 
     def _check_file(self, fd: int, path: Path) -> None:
