@@ -340,16 +340,21 @@ def _known_digest(lora: Any) -> bytes | None:
 
 
 def _digest(digests: FileDigests, lora: Any, *, only_once: bool = False) -> bytes | None:
-    """Of the files of an adapter, if they are on this machine. Raises `EngineError` as `FileDigests.of` does."""
+    """Of the files of an adapter, if they are on this machine, and of how they are read.
+
+    Raises `EngineError` as `FileDigests.of` does.
+    """
     path = Path(lora.lora_path).expanduser()
     try:
         if not path.exists():  # a name on a hub, which the workers have downloaded
             from huggingface_hub import snapshot_download  # noqa: PLC0415 - vLLM has it
 
             path = Path(snapshot_download(lora.lora_path, local_files_only=True))
-        return bytes.fromhex(digests.of([path], only_once=only_once)) if path.is_dir() else None
+        files = digests.of([path], only_once=only_once) if path.is_dir() else None
     except (OSError, ValueError):
         return None
+    layout = getattr(lora, "is_3d_lora_weight", False)  # of the weights of experts; a vLLM may not have it
+    return None if files is None else hashlib.sha256(f"{files}\0{layout}".encode()).digest()
 
 
 def _tag(lora: Any) -> int:
