@@ -101,13 +101,23 @@ class WeightWatch:
             self._digests_before_sleep = self._digests()
         self._freed_tags.update(tags)
 
+    def changed(self) -> None:
+        """Weights may have changed: samples that differ because of this are no other change."""
+        self.sample()
+        self.on_change()
+
+    def sample(self) -> None:
+        """What the weights are now is what they are compared with next."""
+        if not self._freed_tags:
+            self._last_samples = self._sampled()
+
     def after_restore(self, tags: Collection[str]) -> None:
         """Device memory of these `tags` was restored. Weights may have been written meanwhile without a call."""
         self._freed_tags.difference_update(tags)
         if not self._freed_tags:
             if self._digests_before_sleep is not None and self._digests_before_sleep != self._digests():
                 self._digests_before_sleep = None
-                self.on_change()
+                self.changed()
             self._device_user.after_device_restore()
 
     def check(self) -> None:
@@ -117,7 +127,7 @@ class WeightWatch:
         if self._digests_before_sleep is not None:
             before, self._digests_before_sleep = self._digests_before_sleep, None
             if before != self._digests():
-                self.on_change()
+                self.changed()
         if self._is_sampled:
             before, self._last_samples = self._last_samples, self._sampled()
             if before != self._last_samples:
@@ -184,7 +194,7 @@ def _wrap(kind: type, name: str) -> None:
             done = method(*arguments, **named)
         finally:
             for each in list(_watching) if changes else ():
-                each.on_change()
+                each.changed()
         for each in list(_watching) if restored else ():
             each.after_restore(restored)
         return done
@@ -224,14 +234,24 @@ def watch_calls(reports: RankReports) -> None:
 
     @functools.wraps(call)
     def wrapped(engine: Any, method: Any, *arguments: Any, **named: Any) -> Any:
-        try:
+        if isinstance(method, str):
             return call(engine, method, *arguments, **named)
+        try:
+            answers = call(engine, method, *arguments, **named)
+            call(engine, _sample)
+            return answers
         finally:
-            for each in list(_engines) if not isinstance(method, str) else ():
+            for each in list(_engines):
                 each.workers_called()
 
     wrapped.reports_changes = True  # type: ignore[attr-defined]
     EngineCore.collective_rpc = wrapped
+
+
+def _sample(worker: Any) -> None:
+    """In a worker: a function that may have changed weights has ended, and was counted by the engine."""
+    for each in list(_watching):
+        each.sample()
 
 
 def _models() -> list[Any]:
