@@ -129,6 +129,20 @@ def test_changed_bytes_under_the_same_path_find_nothing(rigs: Rigs, adapter: Ada
     assert found(rig, "reader", adapter) == [HIT] * 2
 
 
+def test_the_same_bytes_read_in_another_layout_find_nothing(rigs: Rigs, adapter: Adapter) -> None:
+    rig = served(rigs)
+    adapter.load(rig)
+    assert store(rig, "writer", adapter) == KEYS
+    adapter.lora = LoRARequest("adapter", 7, adapter.lora.lora_path, is_3d_lora_weight=True)
+    assert found(rig, "not loaded in this layout", adapter) == [MISS] * 2
+    adapter.load(rig)
+    assert found(rig, "loaded in this layout", adapter) == [MISS] * 2
+    assert store(rig, "blocks of the device are of the old layout", adapter) == []
+    rig.manager.device_was_reset()
+    assert store(rig, "computed anew", adapter) == KEYS
+    assert found(rig, "reader", adapter) == [HIT] * 2
+
+
 def test_the_old_bytes_loaded_again_find_their_blocks(rigs: Rigs, adapter: Adapter) -> None:
     rig = served(rigs)
     for value, expected in ((1, MISS), (2, MISS), (1, HIT)):

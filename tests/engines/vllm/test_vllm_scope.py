@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+from vllm.config import DeviceConfig, LoRAConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.v1.kv_offload.base import LookupResult
 from vllm_kit import Group, Rig, file_settings, keys_of, vllm_config
@@ -79,13 +79,14 @@ def test_another_engine_finds_nothing(tmp_path: Path, change: dict[str, Any]) ->
     assert first_lookup(tmp_path, **change) is MISS
 
 
-def test_modules_that_adapters_may_change_are_identity() -> None:
-    def config_of(modules: list[str] | None) -> str:
-        lora = SimpleNamespace(target_modules=modules, lora_dtype="auto")
+@pytest.mark.parametrize("change", [{"target_modules": ["o_proj"]}, {"enable_mixed_moe_lora_format": True}])
+def test_how_adapters_are_applied_is_identity(change: dict[str, Any]) -> None:
+    def config_of(**more: Any) -> str:
+        lora = LoRAConfig(lora_dtype="float16", **more)
         with set_current_vllm_config(vllm_config([], {"vllm": {"lora_config": lora}})):
             return model.model_identity((), None).config
 
-    assert config_of(None) == config_of(None) != config_of(["o_proj"])
+    assert config_of() == config_of() != config_of(**change)
 
 
 def test_length_set_by_memory_is_no_part_of_the_scope(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from vllm_kit import Rig, file_settings, keys_of
 from longshore.engines.vllm import weight_changes
 from longshore.engines.vllm.weight_changes import WeightWatch
 from longshore.errors import EngineError
+from longshore.runtime.rank_reports import RankReports
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
 KEYS = keys_of(2)
@@ -97,7 +98,7 @@ def test_functions_that_workers_are_given_empty_all_tiers(rigs: Rigs, method: An
     rig = rigs(world=2)
     store(rig, "writer")
     EngineCore.collective_rpc(SimpleNamespace(model_executor=executor), method, 3.0)
-    assert called == [(method, 3.0, (), None)]
+    assert called[0] == (method, 3.0, (), None)
     assert answers(rig, "reader") == [MISS if method is len else HIT] * 2
     assert store(rig, "of the device") == []
 
@@ -187,7 +188,10 @@ class Worker:
 
     def load_model(self) -> None: ...
     def reset_weights(self) -> None: ...
-    def apply_model(self, function: Any) -> None: ...
+    def apply_model(self, function: Any) -> None:
+        if callable(function):
+            function()
+
     def sleep(self, level: int = 1) -> None: ...
     def discard(self, tags: tuple[str, ...]) -> None: ...
     def wake_up(self, tags: list[str] | None = None) -> None: ...
@@ -270,6 +274,33 @@ def test_methods_that_change_weights_tell(watched: Watched) -> None:
     assert len(told) == len(weight_changes.METHODS) + 1
     watched.model.load_weights()
     assert len(told) == len(weight_changes.METHODS) + 2
+
+
+@pytest.mark.parametrize("how", ["method", "sleep", "function"])
+def test_a_change_that_was_told_is_no_second_one(watched: Watched, how: str) -> None:
+    """Else nothing was stored after the reset that follows it, until the next one."""
+    worker, reports = Extended(), RankReports.make(4, 1, 1)
+    weight_changes.watch_calls(reports)
+
+    def write(*_: Any) -> None:
+        watched.model.layer.weight.data *= 2
+
+    if how == "method":
+        worker.apply_model(write)
+    elif how == "sleep":
+        worker.sleep(1)
+        write()
+        worker.wake_up()
+    else:
+        executor = SimpleNamespace(collective_rpc=lambda method, *_: method(worker))
+        EngineCore.collective_rpc(SimpleNamespace(model_executor=executor), write)
+    assert len(watched.told) + reports.weight_changes == 1
+    watched.changes.check()
+    assert len(watched.told) + reports.weight_changes == 1
+    write()
+    watched.changes.check()
+    assert len(watched.told) + reports.weight_changes == 2
+    reports.close()
 
 
 def test_sleep_that_keeps_weights_tells_of_device_memory_alone(watched: Watched) -> None:

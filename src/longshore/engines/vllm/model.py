@@ -42,7 +42,10 @@ _OF_ATTENTION = (
     *("use_non_causal", "use_prefill_query_quantization", "disable_flashinfer_q_quantization"),
     *("indexer_kv_dtype", "indexer_sparse_logits"),
 )
-_OF_ADAPTERS = ("lora_dtype", "target_modules", "enable_tower_connector_lora", "enable_moe_shared_loras")
+_OF_ADAPTERS = (
+    *("lora_dtype", "target_modules", "enable_tower_connector_lora"),
+    *("enable_moe_shared_loras", "enable_mixed_moe_lora_format"),
+)
 _FITTED = -1
 """Given as `max_model_len`: vLLM sets it to what there is memory for, after the model was loaded."""
 

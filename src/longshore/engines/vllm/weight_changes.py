@@ -101,13 +101,23 @@ class WeightWatch:
             self._digests_before_sleep = self._digests()
         self._freed_tags.update(tags)
 
+    def changed(self) -> None:
+        """Weights may have changed: samples that differ because of this are no other change."""
+        self.sample()
+        self.on_change()
+
+    def sample(self) -> None:
+        """What the weights are now is what they are compared with next."""
+        if not self._freed_tags:
+            self._last_samples = self._sampled()
+
     def after_restore(self, tags: Collection[str]) -> None:
         """Device memory of these `tags` was restored. Weights may have been written meanwhile without a call."""
         self._freed_tags.difference_update(tags)
         if not self._freed_tags:
             if self._digests_before_sleep is not None and self._digests_before_sleep != self._digests():
                 self._digests_before_sleep = None
-                self.on_change()
+                self.changed()
             self._device_user.after_device_restore()
 
     def check(self) -> None:
@@ -117,7 +127,7 @@ class WeightWatch:
         if self._digests_before_sleep is not None:
             before, self._digests_before_sleep = self._digests_before_sleep, None
             if before != self._digests():
-                self.on_change()
+                self.changed()
         if self._is_sampled:
             before, self._last_samples = self._last_samples, self._sampled()
             if before != self._last_samples:
@@ -184,7 +194,7 @@ def _wrap(kind: type, name: str) -> None:
             done = method(*arguments, **named)
         finally:
             for each in list(_watching) if changes else ():
-                each.on_change()
+                each.changed()
         for each in list(_watching) if restored else ():
             each.after_restore(restored)
         return done
@@ -224,14 +234,24 @@ def watch_calls(reports: RankReports) -> None:
 
     @functools.wraps(call)
     def wrapped(engine: Any, method: Any, *arguments: Any, **named: Any) -> Any:
-        try:
+        if isinstance(method, str):
             return call(engine, method, *arguments, **named)
+        try:
+            answers = call(engine, method, *arguments, **named)
+            call(engine, _sample)
+            return answers
         finally:
-            for each in list(_engines) if not isinstance(method, str) else ():
+            for each in list(_engines):
                 each.workers_called()
 
     wrapped.reports_changes = True  # type: ignore[attr-defined]
     EngineCore.collective_rpc = wrapped
+
+
+def _sample(worker: Any) -> None:
+    """In a worker: a function that may have changed weights has ended, and was counted by the engine."""
+    for each in list(_watching):
+        each.sample()
 
 
 def _models() -> list[Any]:
@@ -340,16 +360,21 @@ def _known_digest(lora: Any) -> bytes | None:
 
 
 def _digest(digests: FileDigests, lora: Any, *, only_once: bool = False) -> bytes | None:
-    """Of the files of an adapter, if they are on this machine. Raises `EngineError` as `FileDigests.of` does."""
+    """Of the files of an adapter, if they are on this machine, and of how they are read.
+
+    Raises `EngineError` as `FileDigests.of` does.
+    """
     path = Path(lora.lora_path).expanduser()
     try:
         if not path.exists():  # a name on a hub, which the workers have downloaded
             from huggingface_hub import snapshot_download  # noqa: PLC0415 - vLLM has it
 
             path = Path(snapshot_download(lora.lora_path, local_files_only=True))
-        return bytes.fromhex(digests.of([path], only_once=only_once)) if path.is_dir() else None
+        files = digests.of([path], only_once=only_once) if path.is_dir() else None
     except (OSError, ValueError):
         return None
+    layout = getattr(lora, "is_3d_lora_weight", False)  # of the weights of experts; a vLLM may not have it
+    return None if files is None else hashlib.sha256(f"{files}\0{layout}".encode()).digest()
 
 
 def _tag(lora: Any) -> int:
