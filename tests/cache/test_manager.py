@@ -247,7 +247,7 @@ def test_invalid_foreign_slots_are_refused_before_anything_is_adopted() -> None:
     cache = made()
     before = books(cache)
     with pytest.raises(CacheError, match="expected slots in"):
-        cache.adopt(FILE, [(0, keys("a")[0], None, 0)], others=[99])
+        cache.adopt(FILE, [(0, keys("a")[0], None, 0)], other_scope_slots=[99])
     assert books(cache) == before
 
 

@@ -58,9 +58,17 @@ def test_a_stack_opens_it_in_place_of_the_file_tier(tmp_path: Path) -> None:
     assert torch.equal(rows[5:], expected)
 
 
-@pytest.mark.parametrize(("old", "new"), [("forget", "reset"), ("is_away", "is_unavailable")])
+FORMER_METHODS = [("forget", "reset"), ("is_away", "is_unavailable"), ("others", "other_scope_slots")]
+
+
+@pytest.mark.parametrize(("old", "new"), FORMER_METHODS)
 def test_a_tier_with_a_former_method_name_is_refused(old: str, new: str) -> None:
     with pytest.raises(TypeError, match=rf"Old.{old} is not called any more: rename it to {new}"):
         type("Old", (Tier,), {old: lambda self: None})
     with pytest.raises(TypeError, match=f"rename it to {new}"):
         type("Old", (type("Mixin", (), {old: lambda self: None}), Tier), {})
+
+
+def test_slots_of_other_scopes_have_a_former_name(harness: Any) -> None:
+    with pytest.warns(DeprecationWarning, match="others was renamed: use other_scope_slots"):
+        assert harness.tier.others() == harness.tier.other_scope_slots()

@@ -460,18 +460,18 @@ class TieredCache:
 
     # ------------------------------------------------------------------ start, sleep, resize, reset
 
-    def adopt(self, tier: str, found: Iterable[Chunk], others: Sequence[int] = ()) -> int:
+    def adopt(self, tier: str, found: Iterable[Chunk], other_scope_slots: Sequence[int] = ()) -> int:
         """Recover the chunks of a persistent tier: (slot, key, parent, size class), oldest first; returns how many.
 
-        The slots `others` have records that this cache cannot use, least useful first: they are allocated after all
+        `other_scope_slots` have records that this cache cannot use, least useful first: they are allocated after all
         empty slots. Chunks whose parents were not found are orphans. Raises `CacheError`, with nothing recovered, for
         two chunks in one slot, or with one key.
         """
         number = self._tier(tier)
-        self._state.pools[number].check_slots(others)
+        self._state.pools[number].check_slots(other_scope_slots)
         chunks = found if isinstance(found, StoredChunks) else [StoredChunk(*each) for each in found]
         adopted = adopt(self._state, number, chunks)
-        self._state.pools[number].give_last(others)
+        self._state.pools[number].give_last(other_scope_slots)
         return adopted
 
     def replace_device(self, blocks: int) -> None:

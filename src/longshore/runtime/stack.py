@@ -522,17 +522,17 @@ def named_stores(config: Config) -> dict[str, str]:
 
 def adopt_found(cache: TieredCache, file: Tier) -> None:
     """Have `cache` adopt the records that a file tier recovered at start, and log their number."""
-    found, others = file.recover(), file.others()
-    adopted = cache.adopt(FILE, found, others)
+    found, other_scope_slots = file.recover(), file.other_scope_slots()
+    adopted = cache.adopt(FILE, found, other_scope_slots)
     skipped = len(found) - adopted
     _log.info("file tier: recovered %d of %d chunk images", adopted, len(found))
     if skipped:
         _log.info("file tier: %d records skipped: their image size is not that of their slab or parent", skipped)
-    if others:
+    if other_scope_slots:
         _log.warning(
             "file tier: %d records belong to other models, weights or settings; they are overwritten when no empty "
             "slot is left; `longshore gc DIRECTORY` lists and removes them",
-            len(others),
+            len(other_scope_slots),
         )
 
 

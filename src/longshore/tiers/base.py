@@ -82,6 +82,14 @@ class TierResult(NamedTuple):
     queued_seconds: float
 
 
+_FORMER_METHODS = {
+    "discard": "delete_records",
+    "forget": "reset",
+    "is_away": "is_unavailable",
+    "others": "other_scope_slots",
+}
+
+
 class Tier(ABC):
     """Storage for chunk images, addressed by slot, accessed through the host arena.
 
@@ -100,7 +108,7 @@ class Tier(ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Raises `TypeError` for a tier that defines methods under their former names: they would not be called."""
-        for old, new in {"discard": "delete_records", "forget": "reset", "is_away": "is_unavailable"}.items():
+        for old, new in _FORMER_METHODS.items():
             if getattr(cls, old, None) is not getattr(Tier, old, None):
                 raise TypeError(f"{cls.__name__}.{old} is not called any more: rename it to {new}")
         super().__init_subclass__(**options)
@@ -128,12 +136,14 @@ class Tier(ABC):
         """Chunks of an earlier process, least recently used first; none for most tiers."""
         return []
 
-    def others(self) -> Sequence[int]:
+    def other_scope_slots(self) -> Sequence[int]:
         """Slots with records of other scopes, least recently used first; none for most tiers.
 
         Empty slots should be written before these.
         """
         return ()
+
+    others = former_name("others", "other_scope_slots")
 
     def delete_records(self, slots: Sequence[int]) -> None:  # noqa: B027 - nothing to do for a tier that keeps nothing
         """Delete the records in `slots`: `recover` must not return them after a restart."""

@@ -112,7 +112,7 @@ class TierHostServer:
         if isinstance(tier, FileTier):
             found = tier.recover() if recover else StoredChunks.of(())
             opened = wire.OpenedReply(
-                tier.slabs, tier.generation, dict(tier.fallbacks), self._reported, found, tier.others()
+                tier.slabs, tier.generation, dict(tier.fallbacks), self._reported, found, tier.other_scope_slots()
             )
             self._send(Kind.OPENED, wire.pack_opened(opened))
         else:
