@@ -58,7 +58,9 @@ def test_a_stack_opens_it_in_place_of_the_file_tier(tmp_path: Path) -> None:
     assert torch.equal(rows[5:], expected)
 
 
-FORMER_METHODS = [("forget", "reset"), ("is_away", "is_unavailable"), ("others", "other_scope_slots")]
+FORMER_METHODS = [
+    ("forget", "reset"), ("is_away", "is_unavailable"), ("others", "other_scope_slots"), ("trouble", "degraded_reason")
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("old", "new"), FORMER_METHODS)
@@ -69,6 +71,8 @@ def test_a_tier_with_a_former_method_name_is_refused(old: str, new: str) -> None
         type("Old", (type("Mixin", (), {old: lambda self: None}), Tier), {})
 
 
-def test_slots_of_other_scopes_have_a_former_name(harness: Any) -> None:
+def test_former_names_of_a_tier_return_the_new_ones(harness: Any) -> None:
     with pytest.warns(DeprecationWarning, match="others was renamed: use other_scope_slots"):
         assert harness.tier.others() == harness.tier.other_scope_slots()
+    with pytest.warns(DeprecationWarning, match="trouble was renamed: use degraded_reason"):
+        assert harness.tier.trouble == harness.tier.degraded_reason

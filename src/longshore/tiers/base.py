@@ -87,6 +87,7 @@ _FORMER_METHODS = {
     "forget": "reset",
     "is_away": "is_unavailable",
     "others": "other_scope_slots",
+    "trouble": "degraded_reason",
 }
 
 
@@ -172,7 +173,7 @@ class Tier(ABC):
     is_away = former_name("is_away", "is_unavailable")
 
     @property
-    def trouble(self) -> str:
+    def degraded_reason(self) -> str:
         """Why the tier serves no reads, or takes no writes, at present; empty if it does."""
         found = self.failures
         if found.get("off"):
@@ -180,6 +181,8 @@ class Tier(ABC):
         if self.is_unavailable:
             return "unavailable: its process or disk does not respond, or its circuit breaker is open"
         return "read-only after repeated write errors" if found.get("read_only") else ""
+
+    trouble = former_name("trouble", "degraded_reason")
 
     @property
     def generation(self) -> int:
