@@ -271,7 +271,7 @@ def _of_arena(report: ArenaReport) -> Iterable[Metric]:
 
 
 def _of_engine(stats: TransferStats) -> Iterable[Metric]:
-    queued = {(into, urgency.name.lower()): count for (into, urgency), count in stats.queued.items()}
+    queued = {(destination, urgency.name.lower()): count for (destination, urgency), count in stats.queued.items()}
     yield _metric("longshore_queued_transfers", queued)
     yield _metric("longshore_refused_transfers", stats.refused)
     yield _metric("longshore_device_fallbacks", stats.fallbacks)

@@ -294,15 +294,15 @@ class TieredCache:
             load.first_group_chunks = sum(len(each.keys) for each in record.groups if not each.group)
             return self._scheduled(load, origins)
         (leased,), size = record.groups, self.settings.blocks_per_chunk
-        group, into = leased.group, blocks.get(leased.group, ())
-        chunks, most = -(-(skip + len(into)) // size), len(leased.keys)
-        if not 0 <= skip < size or not into or chunks > most:
-            raise CacheError(f"expected blocks of {most} chunks of {size} blocks, got {len(into)} with skip={skip}")
-        self._device.check(into)
+        group, mine = leased.group, blocks.get(leased.group, ())
+        chunks, most = -(-(skip + len(mine)) // size), len(leased.keys)
+        if not 0 <= skip < size or not mine or chunks > most:
+            raise CacheError(f"expected blocks of {most} chunks of {size} blocks, got {len(mine)} with skip={skip}")
+        self._device.check(mine)
         self._state.check_size_class([leased.refs[0].node], self.settings.size_class_of(group))
         self.settings.check_tokens(tokens, group)
         self._state.set_request(record.request_number)
-        record.load = self._loader.load(leased, into, skip, timeout=timeout, by_layer=by_layer, tokens=tokens)
+        record.load = self._loader.load(leased, mine, skip, timeout=timeout, by_layer=by_layer, tokens=tokens)
         record.load.requests = [(record.request, leased.keys[:chunks])]
         record.load.first_group_chunks = 0 if group else chunks
         return self._scheduled(record.load, origins)
@@ -310,10 +310,10 @@ class TieredCache:
     def _copy_inside(self, copies: Mapping[int, DeviceCopy], blocks: Mapping[int, Sequence[int]]) -> ScheduledLoad:
         """Schedule copies between device blocks, which no tier takes part in, in order with all other jobs."""
         for group, (sources, tokens) in copies.items():
-            into = blocks.get(group, ())
-            if len(sources) != len(into) or not into or any(source.tier != DEVICE for source in sources):
-                raise CacheError(f"expected a device slot to copy from for each of {len(into)} blocks, got {sources}")
-            self._device.check(into)
+            mine = blocks.get(group, ())
+            if len(sources) != len(mine) or not mine or any(source.tier != DEVICE for source in sources):
+                raise CacheError(f"expected a device slot to copy from for each of {len(mine)} blocks, got {sources}")
+            self._device.check(mine)
             self._device.check(list({source.index for source in sources}))
             self.settings.check_tokens(tokens, group)
         copy = self._transfers.copy_inside
@@ -392,11 +392,11 @@ class TieredCache:
         for group, path in paths.items():
             if scheduled:  # those before may have evicted some
                 nodes[group] = self._offloader.check(path, group)
-            into = None if blocks is None else blocks.get(group, ())
+            mine = None if blocks is None else blocks.get(group, ())
             scheduled[group] = self._offloader.store(
                 path,
                 nodes[group],
-                into,
+                mine,
                 group,
                 before_eviction=before_eviction or blocks is None,
                 wait_for_room=wait_for_room,

@@ -495,8 +495,8 @@ class Transfers:
             job.fail_invalid_sources(pool.invalid, pool.writer)
         good = statuses.count(Status.OK) == len(statuses)
         if writing:
-            into = job.transfer.route.destination if job.destination is None else job.destination.tier
-            self.writing[into] -= len(statuses)
+            destination = job.transfer.route.destination if job.destination is None else job.destination.tier
+            self.writing[destination] -= len(statuses)
         if job.destination is not None and not good:
             tier, slots = job.destination
             for slot, status in zip(slots, statuses, strict=True):

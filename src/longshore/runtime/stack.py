@@ -555,14 +555,14 @@ def make_cache(
     if file is not None:
         tiers.append(TierSpec(FILE, file.slabs, policy=policy, outlives=True))
     daily, rule = config.file_daily_writes, config.offload if host is None else config.backup
-    into = {FILE: WriteRule(rule, config.threshold, daily / 86_400)} if file is not None and daily else {}
+    write_rules = {FILE: WriteRule(rule, config.threshold, daily / 86_400)} if file is not None and daily else {}
     for name, url in named_stores(config).items() if remote else ():
-        into[name] = WriteRule(_WRITES[parse_url(url).write])
+        write_rules[name] = WriteRule(_WRITES[parse_url(url).write])
     urls = [*config.remote, *([config.peer_url] if PEERS in remote else [])]
     slowest = max((parse_url(url).probe_timeout for url in urls), default=0.0)
     stores: dict[str, Any] = {"probe_timeout": slowest + _ANSWER_SECONDS} if urls else {}
     settings = CacheSettings(
-        into=into,
+        write_rules=write_rules,
         blocks_per_chunk=config.blocks_per_chunk,
         offload=config.offload,
         backup=config.backup,
