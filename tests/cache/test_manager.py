@@ -266,7 +266,7 @@ def test_lookup_of_a_host_that_omits_what_precedes_keys() -> None:
     told = cache.lookup({0: GroupKeys(path, 1)}, 0.0)
     untold = cache.lookup({0: GroupKeys(path[1:], UNKNOWN_START)}, 0.0)
     assert untold.num_chunks == told.num_chunks == len(path) - 1
-    assert (list(untold.before), list(told.before)) == ([path[0]], [])
+    assert (list(untold.ancestor_keys), list(told.ancestor_keys)) == ([path[0]], [])
     assert cache.lookup({0: GroupKeys(keys("b"), UNKNOWN_START)}, 0.0).num_chunks == 0
     with pytest.raises(CacheError, match="start"):
         cache.lookup({0: GroupKeys((), UNKNOWN_START)}, 0.0)

@@ -189,13 +189,13 @@ class EventLog:
         self.record(kind, [index.key[node]], tier=names[tier], cause=cause, by=by)
 
     def loaded(
-        self, asked: Iterable[tuple[str | None, Sequence[Key]]], arrived: int, misses: Sequence[MissReason]
+        self, asked: Iterable[tuple[str | None, Sequence[Key]]], loaded_chunks: int, misses: Sequence[MissReason]
     ) -> None:
-        """How far what requests `asked` for came onto the device: the first `arrived` of all their keys."""
+        """How far what requests `asked` for came onto the device: the first `loaded_chunks` of all their keys."""
         causes = iter(misses)
         for request, keys in asked:
-            length = min(arrived, len(keys))
-            arrived -= length
+            length = min(loaded_chunks, len(keys))
+            loaded_chunks -= length
             cause = next(causes, MissReason.AFTER_MISS).value if length < len(keys) else ""
             self.record(EventKind.LOADED, request=request, keys=tuple(keys), length=length, cause=cause)
             if length < len(keys):

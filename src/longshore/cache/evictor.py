@@ -125,14 +125,14 @@ class Evictor:
         """
         pool, index = self._state.pools[tier], self._state.index
         first = max(0, slots) * pool.slabs.stride
-        above = [node for node in pool.node[first:] if node] if discard else []
-        going = set(above)
-        if not all(self.can_evict(node, tier, going) for node in above):
-            what = f"the {len(above)} chunks from slot {slots} on: some are in use"
+        removed = [node for node in pool.node[first:] if node] if discard else []
+        going = set(removed)
+        if not all(self.can_evict(node, tier, going) for node in removed):
+            what = f"the {len(removed)} chunks from slot {slots} on: some are in use"
             raise CapacityError(f"{pool.where}cannot remove {what}")
         if slots < 0 or DRAINING in pool.state[first:]:
             pool.resize(slots)  # raises the error
-        for node in sorted(above, key=lambda node: -index.depth[node]):
+        for node in sorted(removed, key=lambda node: -index.depth[node]):
             self._state.remove_copy(node, tier, cause="discarded")
         pool.resize(slots)
         index.resize()
@@ -184,14 +184,14 @@ class Evictor:
             return False
         if self._is_retained_in_host(node, tier):
             return False
-        above = index.other_coldest_tier(node, tier)
-        last = above < 0 or not any(index.is_ready(node, t) for t in index.tiers if t != tier)
-        if last and (above >= 0 or state.is_referenced(node)):
+        other = index.other_coldest_tier(node, tier)
+        last = other < 0 or not any(index.is_ready(node, t) for t in index.tiers if t != tier)
+        if last and (other >= 0 or state.is_referenced(node)):
             return False
-        if above >= tier or not index.num_children[above + 1][node]:
+        if other >= tier or not index.num_children[other + 1][node]:
             return True
         return bool(going) and all(
-            index.other_coldest_tier(child, tier) <= above and (child in going or index.slot[tier][child] < 0)
+            index.other_coldest_tier(child, tier) <= other and (child in going or index.slot[tier][child] < 0)
             for child in index.children(node)
         )
 
@@ -240,18 +240,18 @@ class Evictor:
             here = node if may[position] and not needed[node] else ROOT
             while here and not freed:
                 rejected.append(here)
-                below, above, here = here, parent[here], ROOT
-                needed[above] -= 1
-                if above not in seen:
-                    if not policy.is_held(above):
+                child, ancestor, here = here, parent[here], ROOT
+                needed[ancestor] -= 1
+                if ancestor not in seen:
+                    if not policy.is_held(ancestor):
                         break
-                    seen.add(above)
-                    needed[above] += sum(not waits(child) for child in state.index.children(above))
-                may_follow = len(rejected) < most and not needed[above] and policy.victims_after(below, (above,))
-                if may_follow and self._may_be_rejected(as_i32((above,)))[0]:
-                    here = above
+                    seen.add(ancestor)
+                    needed[ancestor] += sum(not waits(child) for child in state.index.children(ancestor))
+                may_follow = len(rejected) < most and not needed[ancestor] and policy.victims_after(child, (ancestor,))
+                if may_follow and self._may_be_rejected(as_i32((ancestor,)))[0]:
+                    here = ancestor
                 else:
-                    freed.append(above)
+                    freed.append(ancestor)
             if freed or len(rejected) == most:
                 break
         state.reject(rejected)
@@ -428,15 +428,15 @@ class Evictor:
         A node can be evicted if it has no child, or only the victim before it.
         """
         index = self._state.index
-        parents, below = i32_view(index.parent)[ids], i32_view(index.num_children[0])[ids]
-        behind = np.zeros(len(ids), bool)
-        np.equal(parents[:-1], ids[1:], out=behind[1:])
+        parents, num_children = i32_view(index.parent)[ids], i32_view(index.num_children[0])[ids]
+        has_child_before = np.zeros(len(ids), bool)
+        np.equal(parents[:-1], ids[1:], out=has_child_before[1:])
         idle = self._evictable_sole(ids, tier)
-        free = count_leading(idle & (below <= behind))
+        free = count_leading(idle & (num_children <= has_child_before))
         if not free:
-            return [], count_leading(~idle | (below > 0))
+            return [], count_leading(~idle | (num_children > 0))
         tops = parents[:free] > ORPHANS
-        tops[:-1] &= ~behind[1:free]
+        tops[:-1] &= ~has_child_before[1:free]
         return self._with_freed(nodes[:free], tops.nonzero()[0].tolist(), tier, policy, most), 0
 
     def _with_freed(
@@ -452,13 +452,13 @@ class Evictor:
         """The number of children left, of nodes that lose some."""
         begin = 0
         for top in tops:
-            above = parent[nodes[top]]
-            left[above] = left.get(above, reach[above]) - 1
-            if left[above] or not is_held(above):
+            ancestor = parent[nodes[top]]
+            left[ancestor] = left.get(ancestor, reach[ancestor]) - 1
+            if left[ancestor] or not is_held(ancestor):
                 continue
             going += nodes[begin : top + 1]
             begin = top + 1
-            chain = self._held_chain(above, tier, policy, left, most - len(going))
+            chain = self._held_chain(ancestor, tier, policy, left, most - len(going))
             follow = policy.victims_after(nodes[top], chain)
             going += chain[:follow]
             if len(going) >= most or follow < len(chain) or tier < self._state.coldest:
@@ -518,8 +518,8 @@ class Evictor:
             if left.get(node, reach[node]) > 1:
                 break
         del chain[count_leading(self._evictable_sole(as_i32(chain), tier)) :]
-        above = parent[chain[-1]]
-        left[above] = left.get(above, reach[above]) - 1
+        ancestor = parent[chain[-1]]
+        left[ancestor] = left.get(ancestor, reach[ancestor]) - 1
         return chain
 
     def _evictable_sole(self, nodes: npt.NDArray[np.int32], tier: int) -> Mask:

@@ -85,12 +85,12 @@ class Loader:
         tiers, slots, in_host = self._claim(load, path, keys)
         path = path[: len(tiers)]
         load.not_scheduled += [state.miss_reason(key) for key in keys[len(path) + len(load.not_scheduled) :]]
-        above = state.index.parent_keys(path[:1])[0] if path else None
+        parent_key = state.index.parent_keys(path[:1])[0] if path else None
         for start, end in _batches(in_host, len(path)):
             here = slice(start, end)
-            parents = [above, *keys[start : end - 1]]
+            parents = [parent_key, *keys[start : end - 1]]
             batch = Batch(path[here], keys[here], parents, tiers[here], slots[here], in_host=end <= in_host)
-            above = keys[end - 1]
+            parent_key = keys[end - 1]
             taken = min(len(blocks), len(batch.nodes) * per_chunk - first_block % per_chunk)
             sections = (Section(chunks.group, first_block, tuple(blocks[:taken])),)
             last = tokens if end == len(keys) else None

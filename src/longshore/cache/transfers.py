@@ -82,21 +82,21 @@ class Load:
 
     def conclude(self, unfinished: MissReason) -> list[MissReason]:
         """Set the outcome: the chunks that have arrived. Returns the misses; pending chunks count as `unfinished`."""
-        lead = next((i for i, job in enumerate(self.jobs) if not job.arrived), len(self.jobs))
+        lead = next((i for i, job in enumerate(self.jobs) if not job.succeeded), len(self.jobs))
         if self.is_whole and lead < len(self.jobs):
             lead = 0
-        arrived = sum(len(job.statuses) for job in self.jobs[:lead])
+        loaded_chunks = sum(len(job.statuses) for job in self.jobs[:lead])
         misses: list[MissReason] = []
         has_failed = False
         for reason in self._reasons(self.jobs[lead:], unfinished):
             if reason is None and not has_failed and not self.is_whole:
-                arrived += 1
+                loaded_chunks += 1
             elif reason is None or (has_failed and reason is MissReason.CANCELLED):
                 misses.append(MissReason.AFTER_MISS)
             else:
                 has_failed = True
                 misses.append(reason)
-        self.outcome = Outcome(arrived, tuple(self.sources[:arrived]))
+        self.outcome = Outcome(loaded_chunks, tuple(self.sources[:loaded_chunks]))
         return misses + self.not_scheduled
 
     def revoke(self) -> list[MissReason]:
@@ -148,7 +148,7 @@ class Job:
         self.statuses = [Status.OK] * len(self.transfer.items)
 
     @property
-    def arrived(self) -> bool:
+    def succeeded(self) -> bool:
         """Whether the job has ended, and every item has succeeded."""
         return not self.pending_ranks and self.statuses.count(Status.OK) == len(self.statuses)
 

@@ -143,9 +143,9 @@ def pack_submit(ticket: int, deadline: float, ops: Sequence[TierOp]) -> bytes:
     """The body of SUBMIT, for validated operations."""
     parts = [_SUBMIT.pack(ticket, deadline)]
     for op, slot, key, parent, offset, length, generation, size_class in ops:
-        above, has_parent = (_NO_PARENT, 0) if parent is None else (parent, 1)
+        parent_bytes, has_parent = (_NO_PARENT, 0) if parent is None else (parent, 1)
         number = _OP_NUMBERS[op]
-        parts.append(_OP.pack(number, has_parent, size_class, 0, slot, offset, length, generation, key, above))
+        parts.append(_OP.pack(number, has_parent, size_class, 0, slot, offset, length, generation, key, parent_bytes))
     return b"".join(parts)
 
 
