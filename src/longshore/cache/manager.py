@@ -294,15 +294,15 @@ class TieredCache:
             load.first_group_chunks = sum(len(each.keys) for each in record.groups if not each.group)
             return self._scheduled(load, origins)
         (leased,), size = record.groups, self.settings.blocks_per_chunk
-        group, mine = leased.group, blocks.get(leased.group, ())
-        chunks, most = -(-(skip + len(mine)) // size), len(leased.keys)
-        if not 0 <= skip < size or not mine or chunks > most:
-            raise CacheError(f"expected blocks of {most} chunks of {size} blocks, got {len(mine)} with skip={skip}")
-        self._device.check(mine)
+        group, ours = leased.group, blocks.get(leased.group, ())
+        chunks, most = -(-(skip + len(ours)) // size), len(leased.keys)
+        if not 0 <= skip < size or not ours or chunks > most:
+            raise CacheError(f"expected blocks of {most} chunks of {size} blocks, got {len(ours)} with skip={skip}")
+        self._device.check(ours)
         self._state.check_size_class([leased.refs[0].node], self.settings.size_class_of(group))
         self.settings.check_tokens(tokens, group)
         self._state.set_request(record.request_number)
-        record.load = self._loader.load(leased, mine, skip, timeout=timeout, by_layer=by_layer, tokens=tokens)
+        record.load = self._loader.load(leased, ours, skip, timeout=timeout, by_layer=by_layer, tokens=tokens)
         record.load.requests = [(record.request, leased.keys[:chunks])]
         record.load.first_group_chunks = 0 if group else chunks
         return self._scheduled(record.load, origins)
@@ -392,11 +392,11 @@ class TieredCache:
         for group, path in paths.items():
             if scheduled:  # those before may have evicted some
                 nodes[group] = self._offloader.check(path, group)
-            mine = None if blocks is None else blocks.get(group, ())
+            ours = None if blocks is None else blocks.get(group, ())
             scheduled[group] = self._offloader.store(
                 path,
                 nodes[group],
-                mine,
+                ours,
                 group,
                 before_eviction=before_eviction or blocks is None,
                 wait_for_room=wait_for_room,
