@@ -551,9 +551,9 @@ class TieredCache:
         self._transfers.now = self._state.log.now = max(self._transfers.now, now)
         if self._state.priorities.used:
             self._state.priorities.expire(self._transfers.now)
-        for wait in self._transfers.waits.due(self._transfers.now) if self._transfers.waits.open else ():
-            self._give_up(wait.load, MissReason.DEADLINE)
-            self._transfers.cancel_wait(wait)
+        for waiter in self._transfers.waiters.due(self._transfers.now) if self._transfers.waiters.open else ():
+            self._give_up(waiter.load, MissReason.DEADLINE)
+            self._transfers.cancel_wait(waiter)
 
     def _scheduled(self, load: Load, origins: Mapping[Key, str] | None) -> ScheduledLoad:
         """The jobs of `load`, whose chunks have these `origins`. A load without jobs ends at once."""
@@ -586,7 +586,7 @@ class TieredCache:
             sources = load.outcome.sources
             self.counters.count_hits(sources, sources[: load.first_group_chunks], self.settings.first_tokens)
             self.counters.observe_load(sources, self._transfers.now - load.began, load.requests)
-        self._transfers.waits.close(load.wait)
+        self._transfers.waiters.close(load.waiter)
 
     def _count_misses(self, load: Load, misses: Sequence[MissReason]) -> None:
         self.counters.misses.update(misses)

@@ -123,8 +123,8 @@ class TierHostServer:
             if is_idle:
                 self._busy.clear()
             # A store that is away is looked for: when it is back, that is reported without delay.
-            wait = (_LOOK_FOR if failures_of(tier).get(AWAY) else None) if is_idle else _LOOK
-            ready = select.select([self._requests, self._ended, *self._engine], [], [], wait)[0]
+            timeout = (_LOOK_FOR if failures_of(tier).get(AWAY) else None) if is_idle else _LOOK
+            ready = select.select([self._requests, self._ended, *self._engine], [], [], timeout)[0]
             if self._ended in ready:
                 os.eventfd_read(self._ended)
             if self._requests in ready:
