@@ -232,10 +232,10 @@ class TieredCache:
         """Load chunks onto the device, by group, as far as the host tier has room now. A lease serves one load.
 
         Args:
-            what: A lease of a lookup; or chunks that are ready in the host tier, which the engine reads itself:
-                their slots are not written until every rank has reported the job, or it was released; or device
+            what: A lease of a lookup; or chunks that are ready in the host tier, which the inference engine reads
+                itself: their slots are not written until every rank has reported the job, or it was released; or device
                 blocks to copy.
-            blocks: Device blocks, by group, in logical order; `None` if the engine moves the bytes. For a lease on one
+            blocks: Device blocks, by group, in logical order; `None` if the inference engine moves the bytes. For one
                 path, the first is sub-block `skip` of the first chunk, and the last may be any sub-block of a chunk.
                 For a lease on all groups, the blocks of `GroupMatch.load`, and those that the tokens of a partial match
                 take.
@@ -364,7 +364,7 @@ class TieredCache:
         Args:
             paths: By group; each from the first chunk of the prompt.
             blocks: Device blocks of the chunks from `start` on, by group, not to be changed until the job has ended.
-                `None` if the engine moves the bytes into the returned slots; it then reports or releases the job.
+                `None` if the inference engine moves the bytes into the returned slots, and reports or releases the job.
             before_eviction: Whether the blocks are about to leave the device. The write policy may wait for that.
             wait_for_room: While room for all chunks of a path is being made, store none yet (`ScheduledStore.retry`).
             stream: Do not drop chunks for which room is being made: they can be given again (`ScheduledStore.later`).

@@ -72,7 +72,7 @@ class Offloader:
     ) -> ScheduledStore:
         """Schedule the offload of chunks of a path that are in no tier. `nodes` is the result of `check`.
 
-        `blocks` is `None` if the engine moves the bytes.
+        `blocks` is `None` if the inference engine moves the bytes.
         """
         if not self.wants(before_eviction=before_eviction):
             return ScheduledStore(None)

@@ -126,9 +126,10 @@ class TierSlots(NamedTuple):
 class Job:
     """One transfer in flight between two sides, of which one may be the device (`None`).
 
-    It is `commanded` unless the engine moves the bytes itself. `pending_ranks` are the ranks that have not reported,
-    `waiters` those of requests for its destination, by number; `request_number` that of the request that ordered it.
-    Of a read by the engine itself, `sources` are the tiers that its chunks are hits of, `is_first_group` or not.
+    It is `commanded` unless the inference engine moves the bytes itself. `pending_ranks` are the ranks that have not
+    reported, `waiters` those of requests for its destination, by number; `request_number` that of the request that
+    ordered it. Of a read by the engine itself, `sources` are the tiers that its chunks are hits of, `is_first_group` or
+    not.
     """
 
     transfer: Transfer
@@ -406,8 +407,8 @@ class Transfers:
     ) -> Job:
         """Register a job for chunks whose source slots have a reader, and whose destinations are allocated.
 
-        A side that is `None` is the device, or the `remote` tier. Without `command`, the engine moves the bytes.
-        Writes have the deadline `settings.write_timeout`.
+        A side that is `None` is the device, or the `remote` tier. Without `command`, the inference engine moves the
+        bytes. Writes have the deadline `settings.write_timeout`.
         """
         ours = [None if side is None else side.tier for side in (source, destination)]
         route = Route(*(self._name(tier, remote) for tier in ours))

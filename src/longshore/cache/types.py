@@ -143,7 +143,7 @@ class DeviceCopy(NamedTuple):
 
 
 class LoadJob(NamedTuple):
-    """A job of a load of `num_chunks` consecutive chunks. `slots`: where to read them if the engine moves the bytes."""
+    """A job of a load of `num_chunks` consecutive chunks. `slots`: where to read them if the inference engine does."""
 
     job: int
     num_chunks: int
