@@ -1,4 +1,6 @@
-"""The tier host: `python -m longshore.runtime.tier_host.child FD`, started by a `HostedTier` only; it has one tier.
+"""The tier host, the process of one file tier or store: `python -m longshore.runtime.tier_host.child FD`.
+
+Only a `HostedTier` starts it. The host tier (chunks in host memory, the arena) is not in it: it maps that memory.
 
     standard input   requests                  FD   the host arena's memory
     standard output  replies

@@ -1,4 +1,4 @@
-"""`HostedTier`: a tier whose I/O is done by a process of its own, with the interface of any other tier.
+"""`HostedTier`: a tier whose I/O is done by a process of its own (the tier host), with the interface of any other tier.
 
     opening ──OPENED──► open ──(it dies)──► ending ──(reaped)──► away ──(pause)──► opening ...
 

@@ -1,4 +1,4 @@
-"""Messages between the engine's process and a tier host: frames of packed numbers, a few of them JSON.
+"""Messages between the engine's process and a tier host, the process of one tier: packed numbers, a few of them JSON.
 
     engine                                            tier host
     OPEN       what to open (JSON)             ──►
