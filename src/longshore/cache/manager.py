@@ -352,8 +352,8 @@ class TieredCache:
         blocks: Mapping[int, Sequence[int]] | None = None,
         *,
         before_eviction: bool = False,
-        wait_for_room: bool = False,
-        stream: bool = False,
+        all_or_retry: bool = False,
+        defer_rest: bool = False,
         request_number: int | None = None,
     ) -> dict[int, ScheduledStore]:
         """Store chunks from `start` on of each path that are complete on the device, or about to be evicted.
@@ -366,8 +366,8 @@ class TieredCache:
             blocks: Device blocks of the chunks from `start` on, by group, not to be changed until the job has ended.
                 `None` if the inference engine moves the bytes into the returned slots, and reports or releases the job.
             before_eviction: Whether the blocks are about to leave the device. The write policy may wait for that.
-            wait_for_room: While room for all chunks of a path is being made, store none yet (`ScheduledStore.retry`).
-            stream: Do not drop chunks for which room is being made: they can be given again (`ScheduledStore.later`).
+            all_or_retry: While room for all chunks of a path is being made, store none yet (`ScheduledStore.retry`).
+            defer_rest: Drop no chunks for which room is being made: they can be given again (`ScheduledStore.later`).
             request_number: Number of the request; `None` for that of the last request that began.
         """
         self._state.check_request_number(request_number)
@@ -399,8 +399,8 @@ class TieredCache:
                 ours,
                 group,
                 before_eviction=before_eviction or blocks is None,
-                wait_for_room=wait_for_room,
-                stream=stream,
+                all_or_retry=all_or_retry,
+                defer_rest=defer_rest,
                 request_number=request_number,
             )
             if path.past_window and not scheduled[group].retry:

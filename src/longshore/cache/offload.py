@@ -66,8 +66,8 @@ class Offloader:
         group: int,
         *,
         before_eviction: bool,
-        wait_for_room: bool = False,
-        stream: bool = False,
+        all_or_retry: bool = False,
+        defer_rest: bool = False,
         request_number: int | None = None,
     ) -> ScheduledStore:
         """Schedule the offload of chunks of a path that are in no tier. `nodes` is the result of `check`.
@@ -92,14 +92,14 @@ class Offloader:
         end = len(keys) if prompt is None or not settings.prompt_only else max(first, min(prompt, len(keys)))
         if independent:
             offload = self._offload_independent(
-                keys, first, nodes, blocks, retention, group=group, prompt=end, wait_for_room=wait_for_room
+                keys, first, nodes, blocks, retention, group=group, prompt=end, all_or_retry=all_or_retry
             )
         else:
             answer = keys[max(end, first + len(nodes)) :]
             self._transfers.count_drop(0, state.index.find(answer).count(ROOT), DropReason.GENERATED)
             nodes = nodes[: max(0, end - first)]
             offload = self._offload(
-                keys[:end], first, nodes, blocks, retention, group, wait_for_room=wait_for_room, stream=stream
+                keys[:end], first, nodes, blocks, retention, group, all_or_retry=all_or_retry, defer_rest=defer_rest
             )
         if prompt_tokens is not None:
             state.partials.learn(keys, first, prompt_tokens, size)
@@ -136,8 +136,8 @@ class Offloader:
         retention: Sequence[Retention] = (),
         group: int = 0,
         *,
-        wait_for_room: bool = False,
-        stream: bool = False,
+        all_or_retry: bool = False,
+        defer_rest: bool = False,
     ) -> ScheduledStore:
         """`store` for chunks that need their ancestors. `path` are the nodes of chunks in the index."""
         state, index, known = self._state, self._state.index, first + len(path)
@@ -156,13 +156,13 @@ class Offloader:
         fresh = fresh[: self._worth(fresh, lacking, retention)]
         state.log.by = keys[lacking[0]] if lacking else None
         size_class = self._transfers.settings.size_class_of(group)
-        wait_for_room, stream = (each and self._offer_filter is None for each in (wait_for_room, stream))
+        all_or_retry, defer_rest = (each and self._offer_filter is None for each in (all_or_retry, defer_rest))
         orphan = known > 0 and index.is_orphan(parent)
         needed = [parent, *path[known - first :]]
         count, waiting = self._admit(
-            len(fresh), needed, size_class, orphan=orphan, wait_for_room=wait_for_room, stream=stream, path=fresh
+            len(fresh), needed, size_class, orphan=orphan, all_or_retry=all_or_retry, defer_rest=defer_rest, path=fresh
         )
-        if wait_for_room and waiting:
+        if all_or_retry and waiting:
             return ScheduledStore(None, retry=True)
         stored_prefix, accepted = lacking[count] if count < len(lacking) else len(keys), lacking[:count]
         later = lacking[count : count + waiting]
@@ -193,7 +193,7 @@ class Offloader:
         *,
         group: int,
         prompt: int,
-        wait_for_room: bool = False,
+        all_or_retry: bool = False,
     ) -> ScheduledStore:
         """`store` for independent chunks. Chunks from position `prompt` on are not stored.
 
@@ -212,7 +212,7 @@ class Offloader:
         wanted = self._worth_independent(keys, fresh, prompt, retention)
         state.log.by = keys[wanted[-1]] if wanted else None
         refs = [state.add_ref(node) for node in window]
-        admitted, waiting = self._admit(len(wanted), (), size_class, wait_for_room=wait_for_room)
+        admitted, waiting = self._admit(len(wanted), (), size_class, all_or_retry=all_or_retry)
         for ref in refs:
             state.remove_ref(ref)
         if waiting:
@@ -354,8 +354,8 @@ class Offloader:
         size_class: int,
         *,
         orphan: bool = False,
-        wait_for_room: bool = False,
-        stream: bool = False,
+        all_or_retry: bool = False,
+        defer_rest: bool = False,
         path: Sequence[Key] = (),
     ) -> tuple[int, int]:
         """Make room in the host tier for `wanted` chunks; counts as dropped those that get none.
@@ -364,19 +364,19 @@ class Offloader:
 
         `path` are their keys, unless they are independent; the nodes `needed` are not evicted. The policy of the only
         tier, or of the coldest, admits chunks. An `orphan` and its descendants take free slots only, because they are
-        evicted first. With `wait_for_room`, while room is being made for all of them, or for as many as the tier has
-        slots, nothing is counted and there is room for none. For those that a `stream` waits for, nothing is counted.
+        evicted first. With `all_or_retry`, while room is being made for all of them, or for as many as the tier has
+        slots, nothing is counted and there is room for none. Those that are deferred (`defer_rest`) are not counted.
         """
         state = self._state
         if not wanted:
             return 0, 0
-        wait_for_room, stream = (each and not orphan and bool(state.coldest) for each in (wait_for_room, stream))
+        all_or_retry, defer_rest = (each and not orphan and bool(state.coldest) for each in (all_or_retry, defer_rest))
         nbytes, refs = state.pools[0].slabs.image_bytes[size_class], [state.add_ref(node) for node in needed if node]
         asked = wanted
         if self._asks_all and path and not orphan:
             wanted = self._promising(path, size_class)
         once = min(wanted, state.total_room(0))
-        again = wait_for_room and self._room(0, once, size_class, observes=False) < once and self._may_get_room(0)
+        again = all_or_retry and self._room(0, once, size_class, observes=False) < once and self._may_get_room(0)
         granted = 0 if again else self._budgets[0].allows(self._transfers.now, wanted, nbytes)
         allowed = min(granted, max(0, self._transfers.settings.max_writes - self._transfers.writing[0]))
         if orphan:
@@ -388,12 +388,12 @@ class Offloader:
 
             room = state.policies[0].admit(path[:allowed], make_room)
         else:
-            room = self._room(0, allowed, size_class, waits=wait_for_room or stream) if allowed else 0
+            room = self._room(0, allowed, size_class, waits=all_or_retry or defer_rest) if allowed else 0
         for ref in refs:
             state.remove_ref(ref)
         if again:
             return 0, wanted
-        waiting = granted - room if stream and (room or self._may_get_room(0)) else 0
+        waiting = granted - room if defer_rest and (room or self._may_get_room(0)) else 0
         self._transfers.count_drop(0, asked - wanted, DropReason.ADMISSION)
         self._transfers.count_drop(0, wanted - granted, DropReason.RATE_LIMIT)
         if room + waiting < granted:

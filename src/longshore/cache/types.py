@@ -189,8 +189,8 @@ class ScheduledStore(NamedTuple):
     `job` is `None` if no chunk was accepted. `stored_prefix` is the number of leading chunks of the path that are in a
     tier or on their way into one, including those before `start`; `already_stored` are the positions of given chunks
     that a tier had before. With `retry`, there is no room yet, and backups that make room are in flight: nothing was
-    accepted, and the call can be repeated. `later` are the positions that follow the accepted ones of a `stream`, for
-    which room is being made: the call can be repeated for them.
+    accepted, and the call can be repeated. `later` are, with `defer_rest`, the positions that follow the accepted ones,
+    for which room is being made: the call can be repeated for them.
     """
 
     job: int | None

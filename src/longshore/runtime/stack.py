@@ -235,7 +235,7 @@ class Stack:
             mine = blocks[skipped : (end - path.start) * per_chunk]
             with runtime.batch() as cache:
                 store = functools.partial(cache.store, before_eviction=before_eviction, request_number=request_number)
-                scheduled = store({0: part}, {0: mine}, wait_for_room=left > 0)[0]
+                scheduled = store({0: part}, {0: mine}, all_or_retry=left > 0)[0]
                 if scheduled.job is not None:
                     at = [position - first for position in scheduled.positions]
                     on_job(scheduled.job, [block for i in at for block in mine[i * per_chunk : (i + 1) * per_chunk]])

@@ -529,7 +529,7 @@ class CacheReplay:
         while first < len(keys):
             blocks = {0: range(first, len(keys))}
             scheduled = self.cache.store(
-                {0: GroupKeys(keys, first)}, blocks, request_number=request_number, wait_for_room=waits
+                {0: GroupKeys(keys, first)}, blocks, request_number=request_number, all_or_retry=waits
             )[0]
             ordered = self._move()
             if not waits or not (scheduled.positions or (scheduled.retry and ordered)):
