@@ -206,7 +206,7 @@ class Evictor:
             if not node:
                 break
             if self.can_evict(node, tier) and not self._pass_over(node, tier, size_class, spare_dirty=spare_dirty):
-                self._drop(node, tier)
+                self._evict_one(node, tier)
                 gone += 1
             else:
                 policy.hold(node)
@@ -218,7 +218,7 @@ class Evictor:
                     gone += rejected
         return gone
 
-    def _drop(self, node: int, tier: int) -> None:
+    def _evict_one(self, node: int, tier: int) -> None:
         self._state.remove_copy(node, tier, cause=EVICTED)
         self._state.counters.evictions[self._state.tiers[tier].name] += 1
 
@@ -326,7 +326,7 @@ class Evictor:
                 # A chunk that is back in a warmer tier is spared: its children there may be copied down soon.
                 may = bool(node) and self._is_passed_over(node, tier, size_class) and not self._is_warmer(node, tier)
                 if may and self.can_evict(node, tier):
-                    self._drop(node, tier)
+                    self._evict_one(node, tier)
                     gone += 1
                 elif self._state.priorities.used and self._is_waiting(node, tier, size_class, each):
                     waiting.append(key)

@@ -379,7 +379,7 @@ class RemoteTiers:
         taken = fresh[: max(0, self._transfers.settings.max_writes - len(queue))]
         queue.extend(taken)
         tier.mark_sent(taken)
-        self._drop(tier, len(fresh) - len(taken), DropReason.BACKPRESSURE)
+        self._count_drop(tier, len(fresh) - len(taken), DropReason.BACKPRESSURE)
 
     def _admitted(self, number: int, keys: list[Key]) -> list[Key]:
         """Those of `keys`, heads first, that promise no less than what the tier removes for them; counts the others.
@@ -398,7 +398,7 @@ class RemoteTiers:
                 left_out.add(node)
                 rejected += there
         if not self._late[number]:  # else the same chunks are offered until they are evicted
-            self._drop(tier, rejected, DropReason.ADMISSION)
+            self._count_drop(tier, rejected, DropReason.ADMISSION)
         return admitted
 
     def _rejects(self, number: int) -> bool:
@@ -442,7 +442,7 @@ class RemoteTiers:
             here = set(index.key[nodes].tolist())
             gone = [key for key in wanted if key not in here]
             tier.unmark_sent(gone)
-            self._drop(tier, len(gone), DropReason.BACKPRESSURE)
+            self._count_drop(tier, len(gone), DropReason.BACKPRESSURE)
         if not nodes:
             return
         slots = [index.slot[0][node] for node in nodes]
@@ -454,7 +454,7 @@ class RemoteTiers:
         )
         self._in_flight[job] = tier, record
 
-    def _drop(self, tier: RemoteKeys, count: int, reason: DropReason) -> None:
+    def _count_drop(self, tier: RemoteKeys, count: int, reason: DropReason) -> None:
         self._state.counters.drops[tier.name][reason] += count
 
     # ------------------------------------------------------------------ results
@@ -474,7 +474,7 @@ class RemoteTiers:
                     self._state.counters.misses[MissReason.AFTER_MISS] += missed and item.parent is not None
                 elif storing:
                     tier.forget(item.key)
-                    self._drop(tier, 1, DropReason.WRITE_FAILED)
+                    self._count_drop(tier, 1, DropReason.WRITE_FAILED)
                 else:
                     tier.forget(item.key)
                     self._state.counters.misses[MissReason.of(status)] += 1
