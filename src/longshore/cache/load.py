@@ -74,7 +74,7 @@ class Loader:
     ) -> Load:
         """Load the leading chunks of a leased path into device `blocks`, as far as the host tier has room.
 
-        `skip` sub-blocks of the first chunk are left out, and of the last block all but `tokens` tokens. The load ends
+        `skip` blocks of the first chunk are left out, and of the last block all but `tokens` tokens. The load ends
         after `timeout` seconds.
         """
         state, per_chunk = self._state, self._transfers.settings.blocks_per_chunk

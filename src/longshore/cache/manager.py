@@ -236,10 +236,10 @@ class TieredCache:
                 itself: their slots are not written until every rank has reported the job, or it was released; or device
                 blocks to copy.
             blocks: Device blocks, by group, in logical order; `None` if the inference engine moves the bytes. For one
-                path, the first is sub-block `skip` of the first chunk, and the last may be any sub-block of a chunk.
+                path, the first is block `skip` of the first chunk, and the last may be any block of a chunk.
                 For a lease on all groups, the blocks of `GroupMatch.load`, and those that the tokens of a partial match
                 take.
-            skip: Leading sub-blocks of the first chunk that the device has already.
+            skip: Leading blocks of the first chunk that the device has already.
             tokens: Leading tokens to load of the last block of a lease on one path, as a partial match says; `None`
                 loads all.
             by_layer: Copy layer by layer, in the model's order over all groups, so that compute may begin before all

@@ -144,7 +144,7 @@ class Stack:
         If the missing chunks exceed half of the host tier, or it has too many chunks without a backup, they are
         loaded in parts of that size, and backups make room before each part. All ends within `load_timeout`, and what
         has arrived by then counts. The caller releases the lease. `on_job` is called with each job and the blocks that
-        it fills: a job may still run when this returns. The first of the blocks is sub-block `skip` of its chunk.
+        it fills: a job may still run when this returns. The first of the blocks is block `skip` of its chunk.
         """
         return self.start_load(found, path, blocks, on_job, skip=skip, request=request, origins=origins)()
 

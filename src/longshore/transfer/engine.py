@@ -143,6 +143,8 @@ class TransferEngine:
         """Copies submitted until `end_step` wait for work submitted to `compute` so far.
 
         `compute` is the device's own kind of stream, `None` the calling thread's. A second call adds to the first.
+        Callers that wait for the results of their copies before they compute (`PrefixStore`, the self-test) need no
+        `end_step`: what has ended is forgotten by the next call.
         """
         compute = self._device.resolve(compute)
         event = self._device.record_event(compute)

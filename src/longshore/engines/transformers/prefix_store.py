@@ -68,8 +68,8 @@ class PrefixStore:
 
     Args:
         model: A causal language model with full attention in all layers, batch size one. It takes text alone: prefixes
-            are found by their tokens, and placeholders of two images are the same tokens.
-        config: Where the bytes go; `config.blocks_per_chunk` blocks make an image.
+            are found by their tokens, and placeholders of two pictures are the same tokens.
+        config: Where the bytes go; `config.blocks_per_chunk` blocks make a chunk image.
         block_size: Tokens per block; whole chunks of a prefix are kept.
         staging_blocks: Number of device blocks that copies pass through; rounded down to two halves of whole chunks, of
             at least one chunk each. 128 blocks of 32 tokens take 512 MiB of a model with 128 KiB of KV per token.
