@@ -49,8 +49,8 @@ from longshore.errors import CapacityError, IntegrityError
 
 Mask = npt.NDArray[np.bool_]
 
-_AHEAD, _MOST_AHEAD = 256, 64
-"""Evict 1/`_AHEAD` of the tier more than asked, at most `_MOST_AHEAD` chunks, to amortise the cost of a call."""
+_AHEAD_SHARE, _MOST_AHEAD = 256, 64
+"""Evict 1/`_AHEAD_SHARE` of the tier more than asked, at most `_MOST_AHEAD` chunks, to amortise the cost of a call."""
 
 _ROUNDS = 4
 """Upper bound of rounds per chunk of a tier: each round evicts or holds a chunk, and may release others."""
@@ -96,7 +96,7 @@ class Evictor:
         if isinstance(slots, SlabPool):
             self._reclaim_slabs(tier, slots, {size_class: count}, spare_dirty=spare_dirty)
         else:
-            missing += min(_MOST_AHEAD, slots.capacity // _AHEAD) if ahead else 0
+            missing += min(_MOST_AHEAD, slots.capacity // _AHEAD_SHARE) if ahead else 0
             self.evict(tier, missing, spare_dirty=spare_dirty)
         return min(count, slots.room(size_class))
 

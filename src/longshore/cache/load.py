@@ -184,7 +184,7 @@ class Loader:
         """
         tiers, slots, in_host = self._add_readers(path)
         colder = [i for i, tier in enumerate(tiers) if tier]
-        self._state.log.by = keys[colder[0]] if colder else None
+        self._state.log.evicted_for = keys[colder[0]] if colder else None
         lacking, evictor = [path[i] for i in colder], self._transfers.evictor
         if (room := evictor.room_for(0, lacking, spare_dirty=True)) < len(colder):
             room = evictor.room_for(0, lacking, spare_dirty=False)
@@ -354,7 +354,7 @@ class Prefetcher:
         if waiter.lacks_room or not colder:
             transfers.waiters.begin(waiter)
             return
-        state.log.by = state.index.key[path[colder[0]]]
+        state.log.evicted_for = state.index.key[path[colder[0]]]
         in_host = state.retained_in_host
         state.retain_in_host(in_host.union(path))
         room = self._offloader.make_clean_room([path[i] for i in colder], back_up=waiter.blocks_request)

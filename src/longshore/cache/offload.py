@@ -154,7 +154,7 @@ class Offloader:
         if retention:
             state.priorities.apply(path, there, retention, self._transfers.now)
         fresh = fresh[: self._worth(fresh, lacking, retention)]
-        state.log.by = keys[lacking[0]] if lacking else None
+        state.log.evicted_for = keys[lacking[0]] if lacking else None
         size_class = self._transfers.settings.size_class_of(group)
         all_or_retry, defer_rest = (each and self._offer_filter is None for each in (all_or_retry, defer_rest))
         orphan = known > 0 and index.is_orphan(parent)
@@ -210,7 +210,7 @@ class Offloader:
         state.windows.enter(window)
         self._retain(node_at, known, retention)
         wanted = self._worth_independent(keys, fresh, prompt, retention)
-        state.log.by = keys[wanted[-1]] if wanted else None
+        state.log.evicted_for = keys[wanted[-1]] if wanted else None
         refs = [state.add_ref(node) for node in window]
         admitted, waiting = self._admit(len(wanted), (), size_class, all_or_retry=all_or_retry)
         for ref in refs:
@@ -313,8 +313,8 @@ class Offloader:
         state, below = self._state, tier + 1
         if not chosen:
             return
-        by = state.log.by
-        state.log.by = state.index.key[chosen[0]]
+        by = state.log.evicted_for
+        state.log.evicted_for = state.index.key[chosen[0]]
         by_size_class: dict[int, list[int]] = {} if state.several_sizes else {0: chosen}
         for node in chosen if state.several_sizes else ():
             by_size_class.setdefault(state.index.size_class_of(node), []).append(node)
@@ -326,7 +326,7 @@ class Offloader:
             chosen = [node for node in allowed if not state.backlog.waits_for_use(node)][:room]
             self._budgets[below].spend(len(chosen) * nbytes)
             self._copy_down(chosen, tier)
-        state.log.by = by
+        state.log.evicted_for = by
 
     def _allowed(self, tier: int, nodes: list[int], size_class: int) -> list[int]:
         """Those of `nodes`, of one size, that may be written to `tier`; the others are retried after their next use."""

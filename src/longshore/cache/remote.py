@@ -334,7 +334,7 @@ class RemoteTiers:
         """Read `wanted`, after the key `parent_key`, as far as there is room while the nodes `kept` are not evicted."""
         state, writer, transfers = self._state, self._state.pools[0].writer, self._transfers
         jobs = dict.fromkeys(writer[slot] for node in path if node and (slot := state.index.slot[0][node]) in writer)
-        state.log.by = wanted[-1 if independent else 0] if wanted else None
+        state.log.evicted_for = wanted[-1 if independent else 0] if wanted else None
         refs = [state.add_ref(node) for node in kept if node and wanted]
         room = transfers.evictor.make_room(0, len(wanted), size_class, spare_dirty=True)
         for ref in refs:

@@ -59,7 +59,7 @@ def registrar_for(device: str) -> CudaRegistrar | None:
     return CudaRegistrar(TorchCudaRuntime(device)) if device.startswith("cuda") else None
 
 
-def open_arena(config: Config, slots: int, image_bytes: int, registrar: CudaRegistrar | None) -> Arena:
+def open_arena(config: Config, slabs: int, slab_bytes: int, registrar: CudaRegistrar | None) -> Arena:
     """An arena for exactly `slots` images. Raises `TierError`, with nothing left behind, if there is no memory."""
     settings = ArenaSettings(
         numa_node=None if config.host_numa == "off" else config.host_numa,
@@ -68,10 +68,10 @@ def open_arena(config: Config, slots: int, image_bytes: int, registrar: CudaRegi
         shared=config.host_shared or any(parse_url(url).is_mooncake for url in config.remote),
     )
     with contextlib.ExitStack() as undo:
-        arena = Arena(slots * image_bytes, settings)
+        arena = Arena(slabs * slab_bytes, settings)
         undo.callback(arena.close)
         if registrar is not None:
-            arena.register(registrar, image_bytes)
+            arena.register(registrar, slab_bytes)
         undo.pop_all()
     return arena
 
@@ -170,7 +170,9 @@ class Stack:
             runs, dirty = cache.progress(lease).runs, cache.backups_needed
         tiers = [run.tier for run in runs for _ in range(run.num_chunks)][: -(-(skip + len(blocks)) // per_chunk)]
         missing = len(tiers) - tiers.count(FILE if self.host is None else HOST)
-        if missing > self._part or (missing and len(tiers) + dirty > 2 * self._part):  # room has to be made
+        if missing > self._part_chunks or (
+            missing and len(tiers) + dirty > 2 * self._part_chunks
+        ):  # room has to be made
             origins = {**dict(zip(path.keys[path.start :], tiers, strict=False)), **(origins or {})}
             found = found._replace(num_chunks=min(len(tiers), found.num_chunks))
             return lambda: self._load_in_parts(found, path, blocks, on_job, skip, request, origins)
@@ -192,7 +194,7 @@ class Stack:
         runtime, per_chunk, sources = self.runtime, self.config.blocks_per_chunk, list[str]()
         deadline, number = runtime.clock() + self.config.load_timeout, found.request_number
         while len(sources) < found.num_chunks and (left := deadline - runtime.clock()) > 0:
-            done, now, end = len(sources), runtime.clock(), min(found.num_chunks, len(sources) + self._part)
+            done, now, end = len(sources), runtime.clock(), min(found.num_chunks, len(sources) + self._part_chunks)
             part = GroupKeys(path.keys[: path.start + end], path.start + done)
             with runtime.batch() as cache:
                 hit = cache.lookup({0: part}, now, request=request, request_number=number, count=False, remote_tiers=())
@@ -228,7 +230,7 @@ class Stack:
         for a part is waited for. `on_job` is told which of the `blocks` each job reads.
         """
         runtime, per_chunk, names = self.runtime, self.config.blocks_per_chunk, path.keys
-        deadline, first, most = runtime.clock() + timeout, path.start, self._part if timeout else len(names)
+        deadline, first, most = runtime.clock() + timeout, path.start, self._part_chunks if timeout else len(names)
         while True:
             end, left = min(len(names), first + most), deadline - runtime.clock()
             part, skipped = path._replace(chunks=names[:end], start=first), (first - path.start) * per_chunk
@@ -247,7 +249,7 @@ class Stack:
                 first = end
 
     @property
-    def _part(self) -> int:
+    def _part_chunks(self) -> int:
         """How many chunks pass through the host tier at a time, if not all fit: half of its slots."""
         tier = self.file if self.host is None else self.host
         return 1 if tier is None else max(1, tier.slabs.indices // 2)

@@ -115,7 +115,7 @@ class Tiers:
         self._hints: dict[str, RequestHints] = {}
         """Hints of requests that have not begun."""
 
-    def admit(self, config: Any) -> int:
+    def register_cache(self, config: Any) -> int:
         """The number of a cache of this model, from 1; 0 for another's.
 
         A former one that is not in use gives up the tiers.
