@@ -84,7 +84,7 @@ class Evictor:
 
     # ------------------------------------------------------------------ room
 
-    def make_room(self, tier: int, count: int, size_class: int, *, spare_dirty: bool, ahead: bool = True) -> int:
+    def make_room(self, tier: int, count: int, size_class: int, *, clean_only: bool, ahead: bool = True) -> int:
         """Evict until `tier` has `count` free slots of `size_class` or nothing can be evicted; returns how many it has.
 
         With `ahead`, a few more are freed than asked for.
@@ -94,19 +94,19 @@ class Evictor:
         if missing <= 0:
             return count
         if isinstance(slots, SlabPool):
-            self._reclaim_slabs(tier, slots, {size_class: count}, spare_dirty=spare_dirty)
+            self._reclaim_slabs(tier, slots, {size_class: count}, clean_only=clean_only)
         else:
             missing += min(_MOST_AHEAD, slots.capacity // _AHEAD_SHARE) if ahead else 0
-            self.evict(tier, missing, spare_dirty=spare_dirty)
+            self.evict(tier, missing, clean_only=clean_only)
         return min(count, slots.room(size_class))
 
-    def room_for(self, tier: int, nodes: Sequence[int], *, spare_dirty: bool) -> int:
+    def room_for(self, tier: int, nodes: Sequence[int], *, clean_only: bool) -> int:
         """Make room for copies of `nodes`, of any size classes, in `tier`; returns for how many leading ones."""
         slots = self._state.pools[tier]
         if not isinstance(slots, SlabPool):
-            return self.make_room(tier, len(nodes), 0, spare_dirty=spare_dirty)
+            return self.make_room(tier, len(nodes), 0, clean_only=clean_only)
         size_classes = [self._state.index.size_class_of(node) for node in nodes]
-        self._reclaim_slabs(tier, slots, Counter(size_classes), spare_dirty=spare_dirty)
+        self._reclaim_slabs(tier, slots, Counter(size_classes), clean_only=clean_only)
         return slots.leading(size_classes)
 
     def discard(self, keys: Sequence[Key], tier: int) -> int:
@@ -143,16 +143,16 @@ class Evictor:
 
     # ------------------------------------------------------------------ in policy order
 
-    def evict(self, tier: int, count: int, size_class: int = 0, *, spare_dirty: bool) -> int:
+    def evict(self, tier: int, count: int, size_class: int = 0, *, clean_only: bool) -> int:
         """Evict at most `count` copies of `size_class` from `tier`, in policy order; returns how many.
 
-        With `spare_dirty`, copies that are to be copied down first are not evicted. Chunks that the policy ranks and
+        With `clean_only`, copies that are to be copied down first are not evicted. Chunks that the policy ranks and
         only warmer tiers have are rejected then, and count: no copy of them needs room.
         """
         policy, gone = self._state.policy_of(tier, size_class), 0
         rounds = _ROUNDS * len(policy) + _AT_LEAST
         ahead, done = list[int](), 0  # victims named and not yet processed; how many the last round processed
-        held, most_held = 0, _MOST_HELD if spare_dirty and 0 < tier == self._state.coldest else math.inf
+        held, most_held = 0, _MOST_HELD if clean_only and 0 < tier == self._state.coldest else math.inf
         while gone < count:
             if held > most_held:
                 self._state.changes += 1  # so that backups are ordered again
@@ -160,18 +160,18 @@ class Evictor:
             left = count - gone
             ahead = ahead or policy.next_victims(min(max(left + min(left, _AT_LEAST), 2 * done), _AT_FIRST))
             priority = self._state.priorities.of(ahead[0]) if ahead else HIGHEST_PRIORITY
-            if not spare_dirty and (some := self._evict_passed_over(tier, left, size_class, priority)):
+            if not clean_only and (some := self._evict_passed_over(tier, left, size_class, priority)):
                 gone, ahead = gone + some, []
                 continue
-            if not ahead or (spare_dirty and self._is_lower_waiting(tier, size_class, priority)):
+            if not ahead or (clean_only and self._is_lower_waiting(tier, size_class, priority)):
                 break
             rounds -= 1
             if rounds < 0:
                 raise IntegrityError(f"{self._state.pools[tier].where}the policy names the same victims repeatedly")
-            free, kept, ahead, unclear = self._evict_batch(ahead, tier, size_class, left, spare_dirty=spare_dirty)
+            free, kept, ahead, unclear = self._evict_batch(ahead, tier, size_class, left, clean_only=clean_only)
             gone, held, done = gone + free, held + kept, free + kept
             if unclear:
-                gone += self._evict_few(tier, min(unclear, left, _AT_LEAST), size_class, spare_dirty=spare_dirty)
+                gone += self._evict_few(tier, min(unclear, left, _AT_LEAST), size_class, clean_only=clean_only)
         return gone
 
     def can_evict(self, node: int, tier: int, going: Collection[int] = ()) -> bool:
@@ -198,21 +198,21 @@ class Evictor:
     def _is_retained_in_host(self, node: int, tier: int) -> bool:
         return tier == 0 and (bool(self._state.protected[node]) or node in self._state.retained_in_host)
 
-    def _evict_few(self, tier: int, count: int, size_class: int, *, spare_dirty: bool) -> int:
+    def _evict_few(self, tier: int, count: int, size_class: int, *, clean_only: bool) -> int:
         """Evict at most `count` of the next victims, one by one; returns how many."""
         policy, gone = self._state.policy_of(tier, size_class), 0
         for _ in range(count):
             node = policy.victim()
             if not node:
                 break
-            if self.can_evict(node, tier) and not self._pass_over(node, tier, size_class, spare_dirty=spare_dirty):
+            if self.can_evict(node, tier) and not self._pass_over(node, tier, size_class, clean_only=clean_only):
                 self._evict_one(node, tier)
                 gone += 1
             else:
                 policy.hold(node)
                 if self._state.priorities.used and self._is_being_copied_down(node, tier):
                     self._remember((node,), tier, size_class)
-                if spare_dirty and self._state.coldest_ranks_all and tier == self._state.coldest:
+                if clean_only and self._state.coldest_ranks_all and tier == self._state.coldest:
                     _, rejected, freed = self._reject((node,), 1)
                     policy.release(freed)
                     gone += rejected
@@ -335,16 +335,16 @@ class Evictor:
                 queue.move_to_end(key, last=False)
         return gone
 
-    def is_spared(self, node: int, tier: int, *, spare_dirty: bool) -> bool:
-        """Whether to keep a copy without a backup: with `spare_dirty`, or if a warmer tier would write it again."""
-        return self._is_warmer(node, tier) or (spare_dirty and self._state.backlog.is_dirty(node, tier))
+    def is_spared(self, node: int, tier: int, *, clean_only: bool) -> bool:
+        """Whether to keep a copy without a backup: with `clean_only`, or if a warmer tier would write it again."""
+        return self._is_warmer(node, tier) or (clean_only and self._state.backlog.is_dirty(node, tier))
 
     def _is_warmer(self, node: int, tier: int) -> bool:
         return 0 <= self._state.index.other_coldest_tier(node, tier) < tier
 
-    def _pass_over(self, node: int, tier: int, size_class: int, *, spare_dirty: bool) -> bool:
+    def _pass_over(self, node: int, tier: int, size_class: int, *, clean_only: bool) -> bool:
         """Whether `node` is spared; records it if it is dirty."""
-        if not self.is_spared(node, tier, spare_dirty=spare_dirty):
+        if not self.is_spared(node, tier, clean_only=clean_only):
             return False
         if not self._is_warmer(node, tier):
             self._remember((node,), tier, size_class)
@@ -356,7 +356,7 @@ class Evictor:
     # ------------------------------------------------------------------ in batches
 
     def _evict_batch(
-        self, nodes: list[int], tier: int, size_class: int, most: int, *, spare_dirty: bool
+        self, nodes: list[int], tier: int, size_class: int, most: int, *, clean_only: bool
     ) -> tuple[int, int, list[int], int]:
         """Evict or reject at most `most` of the victims `nodes`, and hold those between them: the leading ones up to
         sole copies that may be evicted; or these.
@@ -366,9 +366,9 @@ class Evictor:
         """
         state, policy, ids = self._state, self._state.policy_of(tier, size_class), as_i32(nodes)
         (safe, sole), clean = self._classify(ids, tier), state.backlog.are_clean(ids)
-        if run := count_leading(~sole | ~clean if spare_dirty else ~sole):
+        if run := count_leading(~sole | ~clean if clean_only else ~sole):
             if state.coldest_ranks_all and tier == state.coldest:
-                run, rejected, freed = self._reject(nodes[:run], most) if spare_dirty else (run, 0, [])
+                run, rejected, freed = self._reject(nodes[:run], most) if clean_only else (run, 0, [])
                 policy.hold_victims(nodes[:run])
                 policy.release(freed)
                 return rejected, max(0, run - rejected), [] if freed else nodes[run:], 0
@@ -549,33 +549,33 @@ class Evictor:
 
     # ------------------------------------------------------------------ slabs
 
-    def _reclaim_slabs(self, tier: int, slots: SlabPool, wanted: Mapping[int, int], *, spare_dirty: bool) -> None:
+    def _reclaim_slabs(self, tier: int, slots: SlabPool, wanted: Mapping[int, int], *, clean_only: bool) -> None:
         """Evict until `tier` has free slots as `wanted`, by size class, or nothing can be evicted."""
         for _ in range(sum(wanted.values())):  # a slab reclaimed for one size may be missing for another
             size_class, missing = slots.shortage(wanted)
             if not missing:
                 break
-            if self._reclaim_one(tier, slots, size_class, slots.last_use(size_class), spare_dirty=spare_dirty):
+            if self._reclaim_one(tier, slots, size_class, slots.last_use(size_class), clean_only=clean_only):
                 continue
             several = min(missing, slots.slabs.images[size_class])
-            if self.evict(tier, several, size_class, spare_dirty=spare_dirty):
+            if self.evict(tier, several, size_class, clean_only=clean_only):
                 continue
-            if not self._reclaim_one(tier, slots, size_class, math.inf, spare_dirty=spare_dirty):
+            if not self._reclaim_one(tier, slots, size_class, math.inf, clean_only=clean_only):
                 break
 
-    def _reclaim_one(self, tier: int, slots: SlabPool, size_class: int, before: float, *, spare_dirty: bool) -> bool:
+    def _reclaim_one(self, tier: int, slots: SlabPool, size_class: int, before: float, *, clean_only: bool) -> bool:
         """Reclaim a slab of another size that was last used before `before`; returns whether there was one."""
         state = self._state
         going: list[int] = []
         for slab, used in islice(slots.slabs_of_others(size_class), _SLABS_EXAMINED):
-            if used >= before or (going := self._slab_victims(tier, slots, slab, spare_dirty=spare_dirty)):
+            if used >= before or (going := self._slab_victims(tier, slots, slab, clean_only=clean_only)):
                 break
         for node in sorted(going, key=lambda node: -state.index.depth[node]):
             state.remove_copy(node, tier, cause=EVICTED)
         state.counters.evictions[state.tier_names[tier]] += len(going)
         return bool(going)
 
-    def _slab_victims(self, tier: int, slots: SlabPool, slab: int, *, spare_dirty: bool) -> list[int]:
+    def _slab_victims(self, tier: int, slots: SlabPool, slab: int, *, clean_only: bool) -> list[int]:
         """All nodes to evict to empty `slab`; none if it cannot be emptied."""
         index = self._state.index
         inside = slots.contents(slab)
@@ -592,7 +592,7 @@ class Evictor:
             if len(going) > len(inside) + _EVICTED_WITH_SLAB:
                 return []
         if all(
-            self.can_evict(node, tier, going) and not self.is_spared(node, tier, spare_dirty=spare_dirty)
+            self.can_evict(node, tier, going) and not self.is_spared(node, tier, clean_only=clean_only)
             for node in going
         ):
             return list(going)

@@ -5,7 +5,8 @@ best effort       not at all                            when the lease is releas
 wait              until all have arrived; `load_timeout`  the same
 timeout           the same, at most `timeout` seconds   when the lease is released, or after `timeout`
 
-Where a prefetch that is waited for lacks clean room, it schedules backups. Such prefetches get room in order:
+Where a prefetch that is waited for lacks room, evicting clean chunks only, it schedules backups. Such prefetches get
+room in order:
 
     the first that lacks room    gets the room made; its chunks in the host tier are kept until it is over
     those after it               schedule nothing yet
@@ -186,8 +187,8 @@ class Loader:
         colder = [i for i, tier in enumerate(tiers) if tier]
         self._state.log.evicted_for = keys[colder[0]] if colder else None
         lacking, evictor = [path[i] for i in colder], self._transfers.evictor
-        if (room := evictor.room_for(0, lacking, spare_dirty=True)) < len(colder):
-            room = evictor.room_for(0, lacking, spare_dirty=False)
+        if (room := evictor.room_for(0, lacking, clean_only=True)) < len(colder):
+            room = evictor.room_for(0, lacking, clean_only=False)
         if room < len(colder):
             cut = 0 if load.is_whole else colder[room]
             self._cut(load, tiers[cut:], slots[cut:])
@@ -342,7 +343,7 @@ class Prefetcher:
         return record.nodes(self._state.index)[: self._state.total_room(0)]
 
     def _schedule(self, record: LeaseRecord, waiter: Waiter, *, waits_its_turn: bool = False) -> None:
-        """Join reads in flight, and schedule reads from colder tiers as far as there is clean room.
+        """Join reads in flight, and schedule reads from colder tiers as far as clean chunks make room.
 
         The waiter `lacks_room` for the others if more may be made, or, with `waits_its_turn`, for all of them.
         """
@@ -357,7 +358,7 @@ class Prefetcher:
         state.log.evicted_for = state.index.key[path[colder[0]]]
         in_host = state.retained_in_host
         state.retain_in_host(in_host.union(path))
-        room = self._offloader.make_clean_room([path[i] for i in colder], back_up=waiter.blocks_request)
+        room = self._offloader.make_room_from_clean([path[i] for i in colder], back_up=waiter.blocks_request)
         state.retain_in_host(in_host & state.retained_in_host)
         waiter.lacks_room, colder = waiter.blocks_request and room < len(colder), colder[:room]
         for start in range(0, len(colder), LOAD_BATCH):

@@ -415,7 +415,7 @@ class TieredCache:
         """Evict at most `most` copies from `tier` that nothing leases, reads or descends from; returns how many."""
         number, evictor, left = self._tier(tier), self._transfers.evictor, max(0, most)
         for size_class in range(len(self._state.pools[number].slabs.image_bytes)):
-            left -= evictor.evict(number, left, size_class, spare_dirty=False)
+            left -= evictor.evict(number, left, size_class, clean_only=False)
         return max(0, most) - left
 
     def back_up_all(self) -> bool:

@@ -32,7 +32,7 @@ OFFER_FILTER_SIZE = 1 << 16
 """Number of chunks whose offers a selective write policy counts before they are stored."""
 
 _FORGET = 64
-"""A reserve shrinks by one chunk for each 64 chunks that found clean room."""
+"""A reserve shrinks by one chunk for each 64 chunks that found room by evicting clean ones."""
 
 _ROOM_AHEAD_DIVISOR = 64
 """Backups copy one slot in 64 more than needed, so that there are fewer and larger jobs."""
@@ -274,16 +274,16 @@ class Offloader:
             self._transfers.count_drop(0, len(asked) - len(worth), DropReason.BELOW_THRESHOLD)
         return worth
 
-    def make_clean_room(self, nodes: Sequence[int], *, back_up: bool) -> int:
+    def make_room_from_clean(self, nodes: Sequence[int], *, back_up: bool) -> int:
         """Make room for `nodes` in the host tier without evicting dirty chunks; returns for how many leading ones.
 
         With `back_up`, backups of as many chunks as lack room are scheduled.
         """
-        room = self._transfers.evictor.room_for(0, nodes, spare_dirty=True)
+        room = self._transfers.evictor.room_for(0, nodes, clean_only=True)
         if back_up and room < len(nodes) and self._state.coldest:
             self._back_up(0, len(nodes) - room)
             room = self._transfers.evictor.room_for(
-                0, nodes, spare_dirty=True
+                0, nodes, clean_only=True
             )  # chunks that may not be copied are not dirty any more
         return room
 
@@ -384,7 +384,7 @@ class Offloader:
         elif self._uses_admission and path and allowed > state.pools[0].room(size_class):
 
             def make_room(most: int) -> int:
-                return self._transfers.evictor.make_room(0, most, size_class, spare_dirty=False)
+                return self._transfers.evictor.make_room(0, most, size_class, clean_only=False)
 
             room = state.policies[0].admit(path[:allowed], make_room)
         else:
@@ -410,15 +410,15 @@ class Offloader:
         were copied down.
         """
         evictor, writing, policy = self._transfers.evictor, self._transfers.writing, self._state.policies[-1]
-        room = evictor.make_room(0, len(path), size_class, spare_dirty=True)
+        room = evictor.make_room(0, len(path), size_class, clean_only=True)
         if room == len(path):
             return room
 
         def make_room(most: int) -> int:
-            found = evictor.make_room(0, most, size_class, spare_dirty=True, ahead=False)
+            found = evictor.make_room(0, most, size_class, clean_only=True, ahead=False)
             if found < most:
                 self._back_up(0, most - found)
-                found = evictor.make_room(0, most, size_class, spare_dirty=True, ahead=False)
+                found = evictor.make_room(0, most, size_class, clean_only=True, ahead=False)
             return min(most, found + writing[1] + self._state.pools[-1].room(size_class))
 
         return max(room, policy.admit(path, make_room, least=0))
@@ -446,7 +446,7 @@ class Offloader:
         the call does not change the reserve.
         """
         state = self._state
-        room = self._transfers.evictor.make_room(tier, count, size_class, spare_dirty=True, ahead=ahead)
+        room = self._transfers.evictor.make_room(tier, count, size_class, clean_only=True, ahead=ahead)
         if (
             observes
             and not self._transfers.settings.stores_wait
@@ -457,7 +457,7 @@ class Offloader:
         if room < count and tier < state.coldest:
             self._back_up(tier, count - room)
             room = self._transfers.evictor.make_room(
-                tier, count, size_class, spare_dirty=self._is_copying_down(tier), ahead=ahead
+                tier, count, size_class, clean_only=self._is_copying_down(tier), ahead=ahead
             )
         return room
 

@@ -336,7 +336,7 @@ class RemoteTiers:
         jobs = dict.fromkeys(writer[slot] for node in path if node and (slot := state.index.slot[0][node]) in writer)
         state.log.evicted_for = wanted[-1 if independent else 0] if wanted else None
         refs = [state.add_ref(node) for node in kept if node and wanted]
-        room = transfers.evictor.make_room(0, len(wanted), size_class, spare_dirty=True)
+        room = transfers.evictor.make_room(0, len(wanted), size_class, clean_only=True)
         for ref in refs:
             state.remove_ref(ref)
         for tier, batch in self._batches(wanted[len(wanted) - room :] if independent else wanted[:room]):
