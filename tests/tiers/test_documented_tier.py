@@ -43,7 +43,7 @@ def test_a_stack_opens_it_in_place_of_the_file_tier(tmp_path: Path) -> None:
     scope = Scope(model="m", weights="w", dtype="d", layout=layout.fingerprint, block_size=10)
     config = Config.make(host_size="256KiB", file_path=tmp_path / "kv", file_size="1MiB", background=False)
     expected = rows[:3].clone()
-    with open_stack(config, layout, scope, device_for(layout), open_file=make) as stack:
+    with open_stack(config, layout, scope, device_for(layout), open_file_tier=make) as stack:
         with stack.runtime.batch() as cache:
             job = cache.store({0: GroupKeys(KEYS)}, {0: [0, 1, 2]})[0].job
         assert job is not None and stack.runtime.wait_jobs([job], 10) and stack.runtime.flush(10)

@@ -362,8 +362,8 @@ def open_stack(
     scope: Scope,
     device: Device,
     *,
-    open_file: Callable[..., Tier] = FileTier,
-    open_gds: Callable[..., Tier] = GdsFileTier,
+    open_file_tier: Callable[..., Tier] = FileTier,
+    open_gds_tier: Callable[..., Tier] = GdsFileTier,
     open_remote: Sequence[Callable[..., KeyedTier]] = (),
     open_store: Callable[..., KeyedTier] = _open_store,
     groups: Sequence[CacheGroup] = (),
@@ -374,8 +374,8 @@ def open_stack(
 
     `groups` says what the layout does not: which of its groups see a window only, or keep a state. With `partial`, the
     tokens of chunks are kept for partial matches. Without either all of a path must be there.
-    `open_file` makes the file tier, with the arguments of `FileTier`, `open_gds` that of mode `gds`, with those of
-    `GdsFileTier`: the place for wrappers around them. `open_remote` makes remote tiers beside the stores of `config`,
+    `open_file_tier` makes the file tier, with the arguments of `FileTier`, `open_gds_tier` that of mode `gds`, with
+    those of `GdsFileTier`: the place for wrappers. `open_remote` makes remote tiers beside the stores of `config`,
     of which the first that has a chunk is read; each is called with `arena`, `image_bytes` (by size class), `scope` and
     `generation` (that of the file tier), and closed with the stack. `open_store` makes those of `config`, from a URL,
     a name, and the same. Where the device keeps no images, `gds` becomes
@@ -383,8 +383,8 @@ def open_stack(
     what is asked for, or a tier cannot hold a single image, and `TierError` when the file tier cannot be opened;
     nothing stays behind then.
 
-    With a `staging` there is no host tier: images pass through it on their way between the device and what `open_gds`
-    makes. The caller closes its memory, after the stack.
+    With a `staging` there is no host tier: images pass through it on their way between the device and what
+    `open_gds_tier` makes. The caller closes its memory, after the stack.
     """
     _check_config(config, layout, staging, has_stores=bool(open_remote or config.remote))
     staging = staging or open_staging(config, layout, device)
@@ -400,7 +400,7 @@ def open_stack(
             undo.callback(arena.close)
             host = HostSlabs(arena, slabs)
         if staging is not None or config.file_path is not None:
-            file = (open_file if staging is None else open_gds)(
+            file = (open_file_tier if staging is None else open_gds_tier)(
                 config.file_path,
                 capacity=config.file_size,
                 image_bytes=sizes,
