@@ -274,13 +274,13 @@ class Prefetcher:
         self._schedule(
             record,
             waiter,
-            waits_its_turn=blocks_request and any(before.lacks_room for _, before in self.queue.values()),
+            waits_its_turn=blocks_request and any(each.lacks_room for _, each in self.queue.values()),
         )
         record.prefetch = waiter
         if former is not None:
             self.cancel(former)
         if blocks_request and (waiter.lacks_room or waiter.jobs):
-            if not any(before.lacks_room for _, before in self.queue.values()):
+            if not any(each.lacks_room for _, each in self.queue.values()):
                 self._state.retain_in_host(self._state.retained_in_host.union(self._path(record)))
             self.queue[waiter.number] = record, waiter
             self._is_new = True
@@ -311,21 +311,21 @@ class Prefetcher:
         if not is_new and self._seen == state.changes:
             return
         self._is_new, self._seen = False, state.changes
-        kept, before = set[int]() if is_new else state.retained_in_host, set[str | None]()
+        retained, earlier_requests = set[int]() if is_new else state.retained_in_host, set[str | None]()
         for record, waiter in self.queue.values():
             if is_new or waiter.lacks_room:
-                kept = kept.union(self._path(record))
+                retained = retained.union(self._path(record))
             if waiter.lacks_room:
-                state.retain_in_host(kept)
+                state.retain_in_host(retained)
                 self._schedule(record, waiter)
-                others = len(self._transfers.jobs) > len(waiter.jobs) or not before <= {record.request}
+                others = len(self._transfers.jobs) > len(waiter.jobs) or not earlier_requests <= {record.request}
                 waiter.lacks_room &= others or self._leases.protects
-                is_new = True  # `kept` changes for those after it
+                is_new = True  # `retained` changes for those after it
             if waiter.lacks_room:
                 break
-            before.add(record.request)
-        if kept or state.retained_in_host:
-            state.retain_in_host(kept)
+            earlier_requests.add(record.request)
+        if retained or state.retained_in_host:
+            state.retain_in_host(retained)
 
     def is_waiting(self, record: LeaseRecord) -> bool:
         """Whether the request of `record` has to wait for more chunks in the host tier."""

@@ -246,7 +246,7 @@ class CacheSettings:
         prefetch: The policy of prefetches without one.
         prefetch_timeout: Seconds of a prefetch with the policy `TIMEOUT`.
         load_timeout: Seconds of a load.
-        write_timeout: Seconds until a write must have begun.
+        write_timeout: Seconds until a copy to a colder tier must have begun (docs/settings.md has the other uses).
         probe_timeout: Seconds until a remote tier must have answered a probe.
         probe_life: Seconds for which its answer is valid.
         max_probes: Keys in flight in probes of one remote tier; probes beyond it are counted, and not sent.
