@@ -448,9 +448,9 @@ class RemoteTiers:
         slots = [index.slot[0][node] for node in nodes]
         for slot in slots:
             pool.readers[slot] += 1
-        job, above = self._transfers.new_id(), index.parent_keys(nodes)
+        job, parent_keys = self._transfers.new_id(), index.parent_keys(nodes)
         record = self._transfers.schedule(
-            job, [index.key[node] for node in nodes], above, TierSlots(0, slots), None, remote=tier.name
+            job, [index.key[node] for node in nodes], parent_keys, TierSlots(0, slots), None, remote=tier.name
         )
         self._in_flight[job] = tier, record
 
