@@ -228,8 +228,8 @@ def _to_files_and_back(folder: Path, device: Device, where: str, count: int, lib
     config = Config.make(file_path=folder / "tier", file_size=size, file_mode="gds", background=False)
     scope = Scope(model="benchmark", weights="", dtype="", layout=layout.fingerprint, block_size=16)
     keys, blocks = [hashlib.sha256(index.to_bytes(8, "little")).digest() for index in range(count)], list(range(count))
-    open_gds = functools.partial(GdsFileTier, strict=True, library=library)
-    with open_stack(config, layout, scope, device, open_gds=open_gds) as stack:
+    open_gds_tier = functools.partial(GdsFileTier, strict=True, library=library)
+    with open_stack(config, layout, scope, device, open_gds_tier=open_gds_tier) as stack:
         stack.transfer_engine.begin_step(None)
         begun = time.perf_counter()
         with stack.runtime.batch() as cache:

@@ -212,7 +212,7 @@ class References:
             pages.layout,
             [Section(0, 0, pages.blocks[route])],
             pages.host.slabs.offsets(0, pages.slots[route]),
-            into=route.destination,
+            destination=route.destination,
             host_address=pages.host.address,
             host_bytes=pages.host.nbytes,
         ).batch

@@ -22,11 +22,11 @@ def plan(
     sections: Sequence[Section],
     images: Any,
     *,
-    into: str,
+    destination: str,
     planner: PieceBuilder | None = None,
     any_order: bool = True,
     **options: Any,
 ) -> Copies:
-    whole = plan_copy(layout, sections, images, into=into, **options).batch
+    whole = plan_copy(layout, sections, images, destination=destination, **options).batch
     device, host, size = (planner or PieceBuilder()).build(whole, any_order=any_order)
-    return Copies(device, host, size) if into == HOST else Copies(host, device, size)
+    return Copies(device, host, size) if destination == HOST else Copies(host, device, size)

@@ -78,3 +78,7 @@ def test_former_names_return_the_new_ones_with_a_warning() -> None:
         _ = cache.Nothing
     with pytest.warns(DeprecationWarning, match="Slot.pool was renamed: use size_class"):
         assert Slot("host", 3, 1).pool == 3  # type: ignore[attr-defined]
+    with pytest.warns(DeprecationWarning, match="LookupResult.before was renamed: use ancestor_keys"):
+        assert cache.LookupResult().before == ()
+    with pytest.warns(DeprecationWarning, match="CacheSettings.into was renamed: use write_rules"):
+        assert cache.CacheSettings().into == {}

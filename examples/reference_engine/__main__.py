@@ -113,7 +113,7 @@ def same_bits(one: Request, other: Request) -> bool:
 class SlowLink(CpuDevice):
     """The CPU's copies, each of which takes a while."""
 
-    def stream(self, layout: KVLayout, into: str) -> Stream:
+    def stream(self, layout: KVLayout, destination: str) -> Stream:
         """A stream that dawdles."""
         return _SlowStream()
 

@@ -249,7 +249,7 @@ class Section(NamedTuple):
     """Device blocks of one KV cache group, in logical order.
 
     `first_block` is the logical index (in the request) of `blocks[0]`; when it is not a multiple of
-    `blocks_per_chunk`, the first chunk's leading sub-blocks are skipped.
+    `blocks_per_chunk`, the first chunk's leading blocks are skipped.
     """
 
     group: int

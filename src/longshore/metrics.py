@@ -70,7 +70,7 @@ class LongshoreCollector(Collector):
         if runtime.closed:
             return HealthReport.disabled("the tiers were closed")
         tiers = [tier for tier in (self._file, *self._stores) if tier is not None]
-        reasons = [f"{tier.name}: {trouble}" for tier in tiers if (trouble := tier.trouble)]
+        reasons = [f"{tier.name}: {reason}" for tier in tiers if (reason := tier.degraded_reason)]
         if self._events is not None and self._events.failure is not None:
             reasons.append("events: the event file cannot be written")
         return HealthReport.of(reasons)
@@ -96,7 +96,7 @@ class LongshoreCollector(Collector):
             _metric("longshore_block_reuse_timeouts", guarded.late),
             _metric("longshore_recomputed_chunks", gate.recomputed if gate is not None else 0),
         ]
-        others = {tier.name: not tier.trouble for tier in (self._file, *self._stores) if tier is not None}
+        others = {tier.name: not tier.degraded_reason for tier in (self._file, *self._stores) if tier is not None}
         works = runtime.fault is None and not runtime.closed
         available = {name: float(works and others.get(name, True)) for name in dict.fromkeys((*tiers, *others))}
         metrics += [
@@ -271,7 +271,7 @@ def _of_arena(report: ArenaReport) -> Iterable[Metric]:
 
 
 def _of_engine(stats: TransferStats) -> Iterable[Metric]:
-    queued = {(into, urgency.name.lower()): count for (into, urgency), count in stats.queued.items()}
+    queued = {(destination, urgency.name.lower()): count for (destination, urgency), count in stats.queued.items()}
     yield _metric("longshore_queued_transfers", queued)
     yield _metric("longshore_refused_transfers", stats.refused)
     yield _metric("longshore_device_fallbacks", stats.fallbacks)

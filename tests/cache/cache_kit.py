@@ -110,7 +110,7 @@ class Setup(NamedTuple):
     generation: int = 0
     policy: str = "lru"
     more: tuple[int, ...] = ()
-    into: tuple[tuple[str, str, int], ...] = ()
+    write_rules: tuple[tuple[str, str, int], ...] = ()
     budget: float = math.inf
     threshold: int = 2
     prompt_only: bool = False
@@ -143,9 +143,9 @@ class Setup(NamedTuple):
             priority_floor=self.priority_floor,
             events=self.events,
             prefetch_timeout=PREFETCH,
-            into={
+            write_rules={
                 **({FILE: backup} if self.file is not None else {}),
-                **{tier: WriteRule(WritePolicy(rule), threshold) for tier, rule, threshold in self.into},
+                **{tier: WriteRule(WritePolicy(rule), threshold) for tier, rule, threshold in self.write_rules},
             },
             load_timeout=LOAD,
             write_timeout=WRITE,

@@ -116,7 +116,7 @@ class Reading(Remote):
         return answer
 
     def load(self, hold: Lease, count: int, skip: int, short: int, timeout: float | None = None) -> None:
-        """Load the leading `count` chunks, without `skip` sub-blocks at the front and `short` at the end."""
+        """Load the leading `count` chunks, without `skip` blocks at the front and `short` at the end."""
         model, per_chunk = self.holds[hold], self.setup.per_chunk
         blocks = self.take_blocks(count * per_chunk - skip - short)
         if not blocks:

@@ -28,7 +28,7 @@ POISON = "no bytes, or half-written ones"
 
 
 class Place(NamedTuple):
-    """Where one device block of a transfer belongs: to an item, as its sub-block `sub`, and to a `chunk` of a group."""
+    """Where one device block of a transfer belongs: to an item, as its block `sub`, and to a `chunk` of a group."""
 
     item: int
     group: int

@@ -163,7 +163,7 @@ class Storm:
             keys = self.keys(self.path(), group)
             begin = draw.choice((0, draw.randrange(len(keys))))
         patient = begin > 0 and self.is_known(keys[begin - 1]) and draw.random() < 0.8
-        offload = self.cache.store({group: GroupKeys(keys, begin)}, wait_for_room=patient)[group]
+        offload = self.cache.store({group: GroupKeys(keys, begin)}, all_or_retry=patient)[group]
         if offload.retry:
             self.refused = group, keys, begin
             self.again += 1

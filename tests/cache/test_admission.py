@@ -185,9 +185,9 @@ def test_chunks_after_a_rejected_one_are_rejected_and_flush_ends() -> None:
 def test_rejected_chunks_are_evicted_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     examined, evict_few = list[int](), Evictor._evict_few
 
-    def count(self: Evictor, tier: int, most: int, pool: int, *, spare_dirty: bool) -> int:
+    def count(self: Evictor, tier: int, most: int, pool: int, *, clean_only: bool) -> int:
         examined.append(most)
-        return evict_few(self, tier, most, pool, spare_dirty=spare_dirty)
+        return evict_few(self, tier, most, pool, clean_only=clean_only)
 
     monkeypatch.setattr(Evictor, "_evict_few", count)
     tiers, first = Tiers(1000, 1000, backup=WritePolicy.THROUGH), 0

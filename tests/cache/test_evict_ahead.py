@@ -87,7 +87,7 @@ def of_six_dirty_chunks() -> tuple[TieredCache, Evictor]:
     evictor = Evictor(cache._state)
     for name in range(6):
         store(cache, name)
-    assert evictor.evict(0, 1, spare_dirty=True) == 0
+    assert evictor.evict(0, 1, clean_only=True) == 0
     return cache, evictor
 
 
@@ -99,19 +99,19 @@ def test_a_reused_node_number_is_not_evicted_before_its_turn() -> None:
     assert evictor.discard([coldest], 0) == 1
     store(cache, 6)
     assert cache._state.index.get(path(6, 1)[0]) == node
-    assert evictor.evict(0, 1, spare_dirty=True) == 0
-    assert evictor.evict(0, 1, spare_dirty=False) == 1
+    assert evictor.evict(0, 1, clean_only=True) == 0
+    assert evictor.evict(0, 1, clean_only=False) == 1
     assert {each.key for each in residents_of(cache)} == {path(name, 1)[0] for name in range(2, 7)}
 
 
 def test_chunk_used_since_it_was_passed_over_goes_last() -> None:
     cache, evictor = of_six_dirty_chunks()
     cache.release(cache.lookup({0: GroupKeys(path(0, 1))}, 0.0).lease)
-    assert evictor.evict(0, 1, spare_dirty=True) == 0
+    assert evictor.evict(0, 1, clean_only=True) == 0
     for gone in range(1, 6):
-        assert evictor.evict(0, 1, spare_dirty=False) == 1
+        assert evictor.evict(0, 1, clean_only=False) == 1
         assert {each.key for each in residents_of(cache)} == {path(name, 1)[0] for name in (0, *range(gone + 1, 6))}
-    assert evictor.evict(0, 1, spare_dirty=False) == 1
+    assert evictor.evict(0, 1, clean_only=False) == 1
     assert not residents_of(cache)
 
 
@@ -122,11 +122,11 @@ def test_chunk_of_raised_priority_loses_its_turn() -> None:
     node = state.index.get(path(0, 1)[0])
     state.priorities.apply([node], [0], [Retention(0, None, 90)], 0.0)
     state.policies[0].hold(node)
-    assert evictor.evict(0, 1, spare_dirty=False) == 1
+    assert evictor.evict(0, 1, clean_only=False) == 1
     assert {each.key for each in residents_of(cache)} == {path(name, 1)[0] for name in (0, 2, 3, 4, 5)}
-    assert evictor.evict(0, 4, spare_dirty=False) == 4
+    assert evictor.evict(0, 4, clean_only=False) == 4
     assert {each.key for each in residents_of(cache)} == {path(0, 1)[0]}
-    assert evictor.evict(0, 1, spare_dirty=False) == 1
+    assert evictor.evict(0, 1, clean_only=False) == 1
 
 
 def test_clean_chunks_between_dirty_ones_go_in_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ def test_clean_chunks_between_dirty_ones_go_in_one_batch(monkeypatch: pytest.Mon
         hold(policy, nodes)
 
     monkeypatch.setattr(LRU, "hold_victims", counted)
-    assert Evictor(cache._state).evict(0, 8, spare_dirty=True) == 8
+    assert Evictor(cache._state).evict(0, 8, clean_only=True) == 8
     here = {each.key for each in residents_of(cache) if each.slot.tier == HOST}
     assert here == {path(name, 1)[0] for name in range(1, 16, 2)}
     assert held == [15]

@@ -87,8 +87,8 @@ def test_what_reached_an_age_is_counted_once_whenever_spans_end() -> None:
     weight, kind = 7, 1
     state = ONCE | weight << REQUEST
     for now in range(1, 40):
-        for row, into in spans.begin(now):
-            promises.join(row, into)
+        for row, older in spans.begin(now):
+            promises.join(row, older)
         if now == 1:
             promises.record(BECAME, state, 1, count=10)
         if now == 6:

@@ -241,11 +241,11 @@ def test_a_patient_offer_behind_its_head_waits_for_room() -> None:
     cache, keys = two_tiers(4), keys_of(*"abcdef")
     head = cache.store({1: GroupKeys(keys[:3])})[1]
     cache.apply_results([TransferResult(head.job or 0, (Status.OK,) * 3)], 0.0)
-    waits = cache.store({1: GroupKeys(keys, 3)}, wait_for_room=True)[1]
+    waits = cache.store({1: GroupKeys(keys, 3)}, all_or_retry=True)[1]
     assert (waits.job, waits.retry, waits.positions) == (None, True, ())
     assert cache.counters.drops["host"].total() == 0
     settle(cache)
-    tail = cache.store({1: GroupKeys(keys, 3)}, wait_for_room=True)[1]
+    tail = cache.store({1: GroupKeys(keys, 3)}, all_or_retry=True)[1]
     assert (tail.retry, list(tail.positions)) == (False, [3, 4, 5])
     assert residency(cache, keys[:3], Protection.STEP).presences.count(Presence.COLDER) == 2
     cache.end_step()
@@ -254,7 +254,7 @@ def test_a_patient_offer_behind_its_head_waits_for_room() -> None:
 
 def test_offer_whose_head_is_in_no_tier_does_not_wait() -> None:
     cache, keys = cache_of(3), keys_of("a", "b", "c", "d", "e")
-    offload = cache.store({1: GroupKeys(keys, 1)}, wait_for_room=True)[1]
+    offload = cache.store({1: GroupKeys(keys, 1)}, all_or_retry=True)[1]
     assert (list(offload.positions), offload.retry) == ([1, 2, 3], False)
     assert cache.counters.drops["host"][DropReason.NO_PARENT] == 1
 

@@ -247,7 +247,7 @@ def test_invalid_foreign_slots_are_refused_before_anything_is_adopted() -> None:
     cache = made()
     before = books(cache)
     with pytest.raises(CacheError, match="expected slots in"):
-        cache.adopt(FILE, [(0, keys("a")[0], None, 0)], others=[99])
+        cache.adopt(FILE, [(0, keys("a")[0], None, 0)], other_scope_slots=[99])
     assert books(cache) == before
 
 
@@ -266,7 +266,7 @@ def test_lookup_of_a_host_that_omits_what_precedes_keys() -> None:
     told = cache.lookup({0: GroupKeys(path, 1)}, 0.0)
     untold = cache.lookup({0: GroupKeys(path[1:], UNKNOWN_START)}, 0.0)
     assert untold.num_chunks == told.num_chunks == len(path) - 1
-    assert (list(untold.before), list(told.before)) == ([path[0]], [])
+    assert (list(untold.ancestor_keys), list(told.ancestor_keys)) == ([path[0]], [])
     assert cache.lookup({0: GroupKeys(keys("b"), UNKNOWN_START)}, 0.0).num_chunks == 0
     with pytest.raises(CacheError, match="start"):
         cache.lookup({0: GroupKeys((), UNKNOWN_START)}, 0.0)

@@ -155,7 +155,7 @@ def test_children_wait_in_each_tier_until_their_parents_are_below() -> None:
 
 def test_each_route_has_a_rule_of_its_own() -> None:
     rules = ((FILE, "write_back", 2), (THIRD, "write_through_selective", 3))
-    world = three(8, 8, 8, into=rules)
+    world = three(8, 8, 8, write_rules=rules)
     world.stored("abcdefg", before_eviction=True)
     assert there(world, FILE) == {"a"}  # one slot of the host tier is free, so one must be safe
     assert there(world, THIRD) == set()
@@ -170,8 +170,8 @@ def test_each_route_has_a_rule_of_its_own() -> None:
 
 @pytest.mark.parametrize("tier", ["attic", DEVICE])
 def test_a_rule_for_no_route_is_refused(tier: str) -> None:
-    with pytest.raises(CacheError, match="into: expected tiers of"):
-        TieredCache([TierSpec(HOST, 1, 1)], CacheSettings(into={tier: WriteRule(WritePolicy.BACK)}))
+    with pytest.raises(CacheError, match="write_rules: expected tiers of"):
+        TieredCache([TierSpec(HOST, 1, 1)], CacheSettings(write_rules={tier: WriteRule(WritePolicy.BACK)}))
 
 
 @pytest.mark.parametrize("threshold", [1, 256])

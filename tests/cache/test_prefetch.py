@@ -220,19 +220,19 @@ def test_nobody_waits_for_what_a_reset_has_made_worthless() -> None:
 
 def test_waits_that_are_over_are_not_kept() -> None:
     world, hold = cold("ab")
-    waits = world.cache._transfers.waits
+    waiters = world.cache._transfers.waiters
     for _ in range(300):
         each = lookup(world.cache, chunks("ab"), 0.0).lease
         world.cache.load(each, {0: (0, 1)}, timeout=1000.0)
         world.cache.release(each)
     world.cache.take_commands()
-    assert len(waits.open) == 300  # they have left their read to each other
+    assert len(waiters.open) == 300  # they have left their read to each other
     (read, *copies) = world.cache._transfers.jobs
     for job in (read, *copies):
         world.cache.apply_results([TransferResult(job, (Status.OK,) * 2)], 0.0)
-    assert not waits.open
+    assert not waiters.open
     world.cache.load(hold, {0: (0, 1)})
-    assert len(waits._due) == 1
+    assert len(waiters._due) == 1
 
 
 def test_hold_that_lost_everything_has_nothing_to_prefetch() -> None:

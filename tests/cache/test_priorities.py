@@ -146,7 +146,7 @@ def test_higher_priority_stays_while_lower_one_is_being_written(backup: WritePol
         ordered = orders(cache)
         end(cache, [each for each in ordered if each.route.destination == HOST])
         writes += (each for each in ordered if each.route.destination == FILE)
-    order = store(cache, chunks("d"), (0,), stream=True)
+    order = store(cache, chunks("d"), (0,), defer_rest=True)
     assert (order.job, len(order.later)) == (None, 1)  # until the copy of `b` or `c` has ended
     assert on(cache) == ["a", "b", "c"]
     cache.check_integrity()

@@ -366,7 +366,7 @@ def test_what_was_fetched_is_not_stored_again() -> None:
 
 
 def test_a_selective_store_takes_what_comes_back() -> None:
-    desk = Desk(slots=64, into={STORE: WriteRule(WritePolicy.SELECTIVE, 2)})
+    desk = Desk(slots=64, write_rules={STORE: WriteRule(WritePolicy.SELECTIVE, 2)})
     desk.store("ab")
     assert desk.transfers == []
     found = desk.lookup("a")
@@ -377,7 +377,7 @@ def test_a_selective_store_takes_what_comes_back() -> None:
 
 
 def test_write_back_store_takes_what_is_about_to_leave() -> None:
-    desk = Desk(slots=40, into={STORE: WriteRule(WritePolicy.BACK)})
+    desk = Desk(slots=40, write_rules={STORE: WriteRule(WritePolicy.BACK)})
     desk.store("abcdefghijkl")
     assert desk.transfers == []
     desk.store("mnopqrstuvwx")
@@ -506,7 +506,7 @@ def test_chunks_after_device_only_chunks_are_not_probed() -> None:
 
 def test_a_chunk_that_was_queued_twice_is_stored_once() -> None:
     rule = {STORE: WriteRule(WritePolicy.SELECTIVE, 2)}
-    desk = Desk(64, max_writes=2, into=rule)
+    desk = Desk(64, max_writes=2, write_rules=rule)
     desk.lookup("a")
     for each in "axy":
         desk.store(each)

@@ -32,7 +32,7 @@ def setups(draw: st.DrawFn) -> Setup:
     more = draw(st.sampled_from(((), (), (0,), (2,), (5,), (3, 4)))) if file is not None else ()
     return Setup(
         more=more,
-        into=(("third", draw(st.sampled_from(("write_through", "write_back", "write_through_selective"))), 2),)
+        write_rules=(("third", draw(st.sampled_from(("write_through", "write_back", "write_through_selective"))), 2),)
         if more
         else (),
         host=draw(st.sampled_from((0, 1, 2, 3, 4, 5, 6, 8))),

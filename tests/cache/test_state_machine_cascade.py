@@ -30,9 +30,11 @@ def setup_of(dice: random.Random) -> Setup:
         sizes.append(4 * sizes[-1] + dice.randint(0, 3))  # room for all that is above, and what is before it
     policies = ("write_through", "write_back", "write_through_selective")
     names = list(Setup(host=1, file=1, more=(1,) * (tiers - 2)).sizes)
-    into = tuple((name, dice.choice(policies[:2]), 2) for name in names[1:])
+    write_rules = tuple((name, dice.choice(policies[:2]), 2) for name in names[1:])
     policy = dice.choice(("lru", "arc"))
-    return Setup(host=sizes[0], file=sizes[1], more=tuple(sizes[2:]), into=into, policy=policy, device_blocks=64)
+    return Setup(
+        host=sizes[0], file=sizes[1], more=tuple(sizes[2:]), write_rules=write_rules, policy=policy, device_blocks=64
+    )
 
 
 class Waterfall:

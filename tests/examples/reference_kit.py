@@ -81,8 +81,8 @@ class GatedLink(CpuDevice):
         self.marked: list[object] = []
         self.held: list[object] = []
 
-    def stream(self, layout: KVLayout, into: str) -> Stream:
-        return _GatedStream(self, into)
+    def stream(self, layout: KVLayout, destination: str) -> Stream:
+        return _GatedStream(self, destination)
 
     def record_event(self, compute: object) -> DeviceEvent:
         self.marked.append(compute)
@@ -94,10 +94,10 @@ class GatedLink(CpuDevice):
 
 
 class _GatedStream(CpuStream):
-    def __init__(self, link: GatedLink, into: str) -> None:
+    def __init__(self, link: GatedLink, destination: str) -> None:
         super().__init__()
         self._link = link
-        self._into = into
+        self._into = destination
 
     def copy(self, batch: CopyBatch, wait_events: tuple[DeviceEvent, ...]) -> Copy:
         self._link.gates[self._into].pass_through()

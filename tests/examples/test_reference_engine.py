@@ -169,7 +169,7 @@ def test_random_conversations_with_faults_are_bit_equal(seed: int) -> None:
     dice = {DEVICE: Random(seed), HOST: Random(seed)}  # each direction has a thread of its own
 
     def fault(batch: CopyBatch) -> None:
-        if dice[batch.into].random() < 0.02:
+        if dice[batch.destination].random() < 0.02:
             raise RuntimeError("no")
 
     with rig(44, by_layer=seed % 2 == 0, host_size=f"{random.choice([200, 400])}KiB") as made:
@@ -226,7 +226,7 @@ def test_layers_of_both_groups_are_copied_in_model_order() -> None:
     travelled: list[int] = []
 
     def note(batch: CopyBatch) -> None:
-        if batch.into == DEVICE:
+        if batch.destination == DEVICE:
             travelled.extend(layer for layer in LAYERS if batch.of_layer(layer).parts)
 
     with rig() as made:

@@ -21,7 +21,7 @@ def failing_layer(layer: int) -> Callable[[CopyBatch], None]:
     """`layer` cannot be copied from the host."""
 
     def fault(batch: CopyBatch) -> None:
-        if batch.into == DEVICE and not batch.is_d2d and batch.of_layer(layer).parts:
+        if batch.destination == DEVICE and not batch.is_d2d and batch.of_layer(layer).parts:
             raise RuntimeError(f"layer {layer} cannot be copied")
 
     return fault
@@ -242,7 +242,7 @@ def test_layer_that_fails_after_use_restarts_the_request(inside: bool, monkeypat
     computed = threading.Event()
 
     def late_fault(batch: CopyBatch) -> None:
-        if batch.into == DEVICE and batch.is_d2d == inside and batch.of_layer(SHAPE.layers - 1).parts:
+        if batch.destination == DEVICE and batch.is_d2d == inside and batch.of_layer(SHAPE.layers - 1).parts:
             assert computed.wait(TIMEOUT)
             raise RuntimeError("no")
 

@@ -68,8 +68,8 @@ def there_and_back(folder: Path, *, strict: bool) -> None:
     )
     scope = Scope(model="m", weights="w", dtype="d", layout=layout.fingerprint, block_size=16)
     blocks = list(range(CHUNKS))
-    open_gds = functools.partial(GdsFileTier, strict=strict)
-    with open_stack(config, layout, scope, CudaDevice("cuda"), open_gds=open_gds) as stack:
+    open_gds_tier = functools.partial(GdsFileTier, strict=strict)
+    with open_stack(config, layout, scope, CudaDevice("cuda"), open_gds_tier=open_gds_tier) as stack:
         assert stack.host is None
         rows[:CHUNKS].bitwise_xor_(0x5A)  # late: only its event says when it has ended
         before = rows[:CHUNKS].clone()

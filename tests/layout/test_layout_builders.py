@@ -37,7 +37,9 @@ def permuted(order: tuple[str, ...], names: tuple[str, ...], dtype: torch.dtype 
 
 def image_of(layout: KVLayout, blocks: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.uint8]]:
     arena = Arena(layout.image_bytes)
-    made = plan(layout, [Section(0, 0, blocks)], [0], into=HOST, host_address=arena.address, host_bytes=arena.nbytes)
+    made = plan(
+        layout, [Section(0, 0, blocks)], [0], destination=HOST, host_address=arena.address, host_bytes=arena.nbytes
+    )
     copy_pieces(made.source, made.destination, made.size)
     return arena.array.copy()
 

@@ -68,10 +68,12 @@ def there_and_back(made: Made, out: Sequence[Section], back: Sequence[Section]) 
     )
     arena = Arena((chunks + 1) * layout.image_bytes)
     images = [layout.image_bytes * (chunk + 1) for chunk in reversed(range(chunks))]
-    for sections, into in ((out, HOST), (back, DEVICE)):
-        made_plan = plan(layout, sections, images, into=into, host_address=arena.address, host_bytes=arena.nbytes)
+    for sections, destination in ((out, HOST), (back, DEVICE)):
+        made_plan = plan(
+            layout, sections, images, destination=destination, host_address=arena.address, host_bytes=arena.nbytes
+        )
         copy_pieces(made_plan.source, made_plan.destination, made_plan.size)
-        if into == HOST:
+        if destination == HOST:
             for key, storage in storages.items():
                 assert torch.equal(storage, before[key])
                 storage.bitwise_not_()
@@ -249,13 +251,15 @@ def test_groups_of_other_block_sizes_and_backends_over_one_pool() -> None:
     there_and_back(made, out, back)
     with pytest.raises(PlanError, match="block 5 of device pool 0 would be written twice"):
         taken = [back[0], Section(1, 9, (5,)), back[2]]
-        plan(layout, taken, [4096 * i for i in range(4)], into=DEVICE, host_address=0, host_bytes=1 << 20)
+        plan(layout, taken, [4096 * i for i in range(4)], destination=DEVICE, host_address=0, host_bytes=1 << 20)
 
 
 def test_each_layer_covers_all_its_tensors() -> None:
     """Draft layers are layers."""
     made = a_draft_model_after_the_model(1)
-    whole = plan_copy(made.layout, [Section(0, 0, (3,))], [0], into=HOST, host_address=0, host_bytes=1 << 20).batch
+    whole = plan_copy(
+        made.layout, [Section(0, 0, (3,))], [0], destination=HOST, host_address=0, host_bytes=1 << 20
+    ).batch
     sizes = [whole.of_layer(layer).nbytes for layer in range(made.layout.num_layers)]
     assert sizes == [2 * 16 * 2 * 4 * 2] * 3 + [2 * 16 * 1 * 8 * 2] * 2
     assert whole.nbytes == sum(sizes)

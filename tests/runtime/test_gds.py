@@ -94,7 +94,7 @@ def opened(pages: Pages, directory: Path, library: object, *, host_size: int | N
     if host_size is not None:
         config = config.model_copy(update={"host_size": host_size})
     scope = Scope(model="m", weights="w", dtype="d", layout=pages.layout.fingerprint, block_size=10)
-    return open_stack(config, pages.layout, scope, CpuDevice(), open_gds=partial(GdsFileTier, library=library))
+    return open_stack(config, pages.layout, scope, CpuDevice(), open_gds_tier=partial(GdsFileTier, library=library))
 
 
 def store(stack: Stack, blocks: list[int]) -> None:

@@ -61,9 +61,9 @@ def test_the_device_is_told_what_it_reaches(tmp_path: Path) -> None:
         def set_registered_memory(self, in_one_piece: InOnePiece) -> None:
             self.arena = in_one_piece.__self__  # type: ignore[attr-defined]
 
-        def stream(self, layout: KVLayout, into: str) -> Stream:
+        def stream(self, layout: KVLayout, destination: str) -> Stream:
             assert self.arena is not None
-            return super().stream(layout, into)
+            return super().stream(layout, destination)
 
     device = Told()
     layout = from_rows(torch.zeros(4, 600, dtype=torch.uint8), pages_per_block=6, block_size=10)
@@ -236,24 +236,24 @@ class FailingDevice(CpuDevice):
     """Copies in the direction `into` fail, while there is one: `at` once they are submitted, or when they end."""
 
     def __init__(self) -> None:
-        self.into = ""
+        self.destination = ""
         self.at = "copy"
         self.fired = 0
 
-    def stream(self, layout: KVLayout, into: str) -> Stream:
-        return FailingStream(self, into)
+    def stream(self, layout: KVLayout, destination: str) -> Stream:
+        return FailingStream(self, destination)
 
-    def check(self, into: str, at: str) -> None:
-        if (into, at) == (self.into, self.at):
+    def check(self, destination: str, at: str) -> None:
+        if (destination, at) == (self.destination, self.at):
             self.fired += 1
             raise DeviceError("the device fell off the bus")
 
 
 class FailingStream(CpuStream):
-    def __init__(self, device: FailingDevice, into: str) -> None:
+    def __init__(self, device: FailingDevice, destination: str) -> None:
         super().__init__()
         self._device = device
-        self._into = into
+        self._into = destination
 
     def copy(self, batch: CopyBatch, after: tuple[DeviceEvent, ...]) -> Copy:
         self._device.check(self._into, "copy")
@@ -276,14 +276,14 @@ def test_chunks_that_failed_to_load_stay_in_host_memory(
 ) -> None:
     device, opened, rows = failing
     offload(opened, [0, 1, 2])
-    device.into = DEVICE
+    device.destination = DEVICE
     assert load(opened, [7, 8, 9]) == ()
     assert device.fired == 1
     with opened.runtime.locked() as cache:
         assert {(each.key, each.slot.tier) for each in residents_of(cache)} == {(key, HOST) for key in KEYS}
         assert cache.counters.lost.total() == 0
         assert cache.counters.misses[MissReason.DEVICE_ERROR] == len(KEYS)
-    device.into = ""
+    device.destination = ""
     assert load(opened, [7, 8, 9]) == (HOST,) * 3
     assert torch.equal(rows[7:10], rows[:3])
 
@@ -292,7 +292,7 @@ def test_failed_store_leaves_nothing_in_host_memory(
     failing: tuple[FailingDevice, Stack, torch.Tensor],
 ) -> None:
     device, opened, _ = failing
-    device.into = HOST
+    device.destination = HOST
     offload(opened, [0, 1, 2])
     assert device.fired == 1
     with opened.runtime.locked() as cache:
@@ -301,6 +301,6 @@ def test_failed_store_leaves_nothing_in_host_memory(
         assert cache.counters.drops[HOST] == {DropReason.WRITE_FAILED: len(KEYS)} | dict.fromkeys(
             set(DropReason) - {DropReason.WRITE_FAILED}, 0
         )
-    device.into = ""
+    device.destination = ""
     offload(opened, [0, 1, 2])
     assert load(opened, [7, 8, 9]) == (HOST,) * 3

@@ -419,7 +419,11 @@ def test_slots_that_cannot_be_are_nonsense(harness: HostedHarness) -> None:
     opened = wire.OpenedReply(harness.tier.slabs, 0, {}, dict.fromkeys(OF_FILES, 0), StoredChunks.of(()), [])
     assert wire.parse_opened(wire.pack_opened(opened), OF_FILES) == opened
     found = StoredChunk(harness.tier.slabs.indices, key(0), None)
-    for wrong in ({"found": StoredChunks.of([found])}, {"others": [harness.tier.slabs.indices]}, {"generation": -1}):
+    for wrong in (
+        {"found": StoredChunks.of([found])},
+        {"other_scope_slots": [harness.tier.slabs.indices]},
+        {"generation": -1},
+    ):
         with pytest.raises(wire.WireError):
             wire.parse_opened(wire.pack_opened(opened._replace(**wrong)), OF_FILES)
 

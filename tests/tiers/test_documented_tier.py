@@ -43,7 +43,7 @@ def test_a_stack_opens_it_in_place_of_the_file_tier(tmp_path: Path) -> None:
     scope = Scope(model="m", weights="w", dtype="d", layout=layout.fingerprint, block_size=10)
     config = Config.make(host_size="256KiB", file_path=tmp_path / "kv", file_size="1MiB", background=False)
     expected = rows[:3].clone()
-    with open_stack(config, layout, scope, device_for(layout), open_file=make) as stack:
+    with open_stack(config, layout, scope, device_for(layout), open_file_tier=make) as stack:
         with stack.runtime.batch() as cache:
             job = cache.store({0: GroupKeys(KEYS)}, {0: [0, 1, 2]})[0].job
         assert job is not None and stack.runtime.wait_jobs([job], 10) and stack.runtime.flush(10)
@@ -58,9 +58,21 @@ def test_a_stack_opens_it_in_place_of_the_file_tier(tmp_path: Path) -> None:
     assert torch.equal(rows[5:], expected)
 
 
-@pytest.mark.parametrize(("old", "new"), [("forget", "reset"), ("is_away", "is_unavailable")])
+FORMER_METHODS = [
+    ("forget", "reset"), ("is_away", "is_unavailable"), ("others", "other_scope_slots"), ("trouble", "degraded_reason")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new"), FORMER_METHODS)
 def test_a_tier_with_a_former_method_name_is_refused(old: str, new: str) -> None:
     with pytest.raises(TypeError, match=rf"Old.{old} is not called any more: rename it to {new}"):
         type("Old", (Tier,), {old: lambda self: None})
     with pytest.raises(TypeError, match=f"rename it to {new}"):
         type("Old", (type("Mixin", (), {old: lambda self: None}), Tier), {})
+
+
+def test_former_names_of_a_tier_return_the_new_ones(harness: Any) -> None:
+    with pytest.warns(DeprecationWarning, match="others was renamed: use other_scope_slots"):
+        assert harness.tier.others() == harness.tier.other_scope_slots()
+    with pytest.warns(DeprecationWarning, match="trouble was renamed: use degraded_reason"):
+        assert harness.tier.trouble == harness.tier.degraded_reason

@@ -186,8 +186,8 @@ class GittinsModel(Model):
         self.now += 1
         if self.since >= max(64, self.slots // 32):
             self.new, self.since = self.new + self.since, 0
-            for row, into in self.spans.begin(self.now):
-                self.hit_rates.join(row, into)
+            for row, older in self.spans.begin(self.now):
+                self.hit_rates.join(row, older)
             self.stale = True
         self.length = len(path).bit_length() << REQUEST
         lead = next((i for i, block in enumerate(path) if block not in self.blocks), len(path))

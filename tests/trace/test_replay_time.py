@@ -350,7 +350,7 @@ def test_block_is_lost_for_its_latest_cause() -> None:
     assert replay.losses[Loss.LAST_TOKEN] == 1
 
 
-def test_bursts_that_lacked_clean_room_find_it_later() -> None:
+def test_bursts_that_lacked_room_find_it_later() -> None:
     """Each minute 42 new blocks at once, in host memory of 64, a quarter of which is kept clean at first."""
     requests = [
         ask(60.0 * burst, list(range(1000 * burst + 20 * each, 1000 * burst + 20 * each + 14)))

@@ -465,8 +465,8 @@ class StandIn:
             "cuda:0", chooser=chooser, accelerator=self.accelerator, library=self.library, **options
         )
 
-    def lane(self, layout: KVLayout, into: str) -> Lane:
-        lane = Lane(self.device.stream(layout, into))
+    def lane(self, layout: KVLayout, destination: str) -> Lane:
+        lane = Lane(self.device.stream(layout, destination))
         compute = self.accelerator.compute
         compute.run_to(compute.given)  # what the engine did before is over: nothing of it holds the lane's streams
         return lane

@@ -16,19 +16,19 @@ from longshore.transfer.pieces import CopyBatch
 
 
 def between(
-    pools: Pools, parts: Sequence[Section], slots: Sequence[int], into: str, tokens: int | None = None
+    pools: Pools, parts: Sequence[Section], slots: Sequence[int], destination: str, tokens: int | None = None
 ) -> CopyPlan:
     """What a job between the device and `slots` of the host moves; its images are padded as the engine does."""
     plan = plan_copy(
         pools.layout,
         parts,
         pools.images(slots),
-        into=into,
+        destination=destination,
         host_address=pools.arena.address,
         host_bytes=pools.arena.nbytes,
         tokens=tokens,
     )
-    if into == HOST:
+    if destination == HOST:
         zero_padding(plan, lambda address, nbytes: ctypes.memset(address, 0, nbytes))
     return plan
 

@@ -29,8 +29,8 @@ class Rig:
     def onboard(self, job: int, blocks: tuple[int, ...], slots: list[int], **fields: Any) -> None:
         self.engine.submit(transfer(job, H2D, [Section(0, 0, blocks)], slots, **fields))
 
-    def expect(self, into: str, blocks: tuple[int, ...], slots: list[int]) -> None:
-        self.model.move([Section(0, 0, blocks)], self.pools.images(slots), into=into)
+    def expect(self, destination: str, blocks: tuple[int, ...], slots: list[int]) -> None:
+        self.model.move([Section(0, 0, blocks)], self.pools.images(slots), destination=destination)
 
     def results(self, *jobs: int) -> list[Any]:
         assert self.engine.wait(jobs, TIMEOUT)

@@ -102,8 +102,8 @@ class GatedDevice(CpuDevice):
         self.bound = 0
         self.drained = 0
 
-    def stream(self, layout: KVLayout, into: str) -> Stream:
-        return GatedStream(self, into)
+    def stream(self, layout: KVLayout, destination: str) -> Stream:
+        return GatedStream(self, destination)
 
     def record_event(self, compute: object) -> DeviceEvent:
         return compute.given[-1] if isinstance(compute, Compute) else super().record_event(compute)
@@ -113,10 +113,10 @@ class GatedDevice(CpuDevice):
 
 
 class GatedStream(CpuStream):
-    def __init__(self, device: GatedDevice, into: str) -> None:
+    def __init__(self, device: GatedDevice, destination: str) -> None:
         super().__init__()
         self.device = device
-        self.into = into
+        self.destination = destination
         self.depth = device.depth
 
     def bind(self) -> None:
@@ -133,11 +133,11 @@ class GatedStream(CpuStream):
     def copy(self, batch: CopyBatch, wait_events: tuple[DeviceEvent, ...]) -> Copy:
         for event in wait_events:
             event.wait()
-        self.device.log.append(f"{self.into} begins")
-        self.device.gates[self.into].pass_through()
+        self.device.log.append(f"{self.destination} begins")
+        self.device.gates[self.destination].pass_through()
         self.device.fault("copy", batch)
         copy = super().copy(batch, ())
-        self.device.log.append(f"{self.into} ends")
+        self.device.log.append(f"{self.destination} ends")
         return FailingCopy(copy, self._finish)
 
     def _finish(self) -> None:
@@ -152,7 +152,7 @@ class SlowDevice(CpuDevice):
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
 
-    def stream(self, layout: KVLayout, into: str) -> Stream:
+    def stream(self, layout: KVLayout, destination: str) -> Stream:
         return SlowStream(random.Random(self.random.random()))
 
 
@@ -162,7 +162,7 @@ class SlowStream(CpuStream):
         self.pauses = pauses
 
     def copy(self, batch: CopyBatch, wait_events: tuple[DeviceEvent, ...]) -> Copy:
-        destination, source, size = PieceBuilder().build(batch).directed(batch.into)
+        destination, source, size = PieceBuilder().build(batch).directed(batch.destination)
         half = len(size) // 2
         for part in (slice(0, half), slice(half, None)):
             time.sleep(self.pauses.choice([0.0, 0.0002, 0.001]))

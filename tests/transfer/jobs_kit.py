@@ -93,8 +93,8 @@ class Jobs:
         chunks = (first + len(blocks) - 1) // per_chunk - first // per_chunk + 1
         slots = chance.sample(range(self.pools.host.slabs.indices), chunks)
         self.submit(transfer(self.given, route, parts, slots))
-        into = HOST if route == D2H else DEVICE
-        self.model.move(parts, self.pools.images(slots), into=into)
+        destination = HOST if route == D2H else DEVICE
+        self.model.move(parts, self.pools.images(slots), destination=destination)
 
     def submit(self, job: Transfer) -> None:
         while True:
@@ -188,11 +188,11 @@ def round_trip(pools: DevicePools, device: Device, compute: object = None) -> No
         engine.begin_step(compute)
         engine.submit(transfer(1, D2H, out, slots))
         assert engine.wait([1], TIMEOUT)
-        model.move(out, pools.images(slots), into=HOST)
+        model.move(out, pools.images(slots), destination=HOST)
         back = [Section(0, 1, (10, 11, 12, 13, 14)), Section(1, 2, (23, 1, 2, 15))]
         engine.submit(transfer(2, H2D, back, slots))
         assert engine.wait([2], TIMEOUT)
-        model.move(back, pools.images(slots), into=DEVICE)
+        model.move(back, pools.images(slots), destination=DEVICE)
         engine.submit(inside_transfer(3, pools.layout, 0, [20, 21, 22], [10, 12, 14]))
         assert engine.wait([3], TIMEOUT)
         copied_inside(model.device, pools.layout, 0, [20, 21, 22], [10, 12, 14])
@@ -277,7 +277,7 @@ def layer_by_layer(pools: DevicePools, device: Device, rounds: int = 4) -> None:
             pools.arena.array[:] = np.arange(turn, turn + pools.arena.nbytes, dtype=np.uint64).astype(np.uint8)
             model = Model(pools)
             section = [Section(0, 0, blocks)]
-            model.move(section, pools.images(list(slots)), into=DEVICE)
+            model.move(section, pools.images(list(slots)), destination=DEVICE)
             engine.begin_step(compute)
             engine.submit(transfer(turn, H2D, section, list(slots), by_layer=True))
             seen = []

@@ -58,12 +58,14 @@ class LoggedDevice(SimulatedDevice):
         self.fault: Callable[[CopyBatch], None] = lambda batch: None
         self.late_fault: Callable[[CopyBatch], None] = lambda batch: None
 
-    def stream(self, layout: KVLayout, into: str) -> Stream:
-        stream = super().stream(layout, into)
+    def stream(self, layout: KVLayout, destination: str) -> Stream:
+        stream = super().stream(layout, destination)
         copy = stream.copy
 
         def logged(batch: CopyBatch, after: tuple[DeviceEvent, ...]) -> Copy:
-            self.log.append((into, tuple(block for part in batch.parts for block in part.blocks.ravel().tolist())))
+            self.log.append(
+                (destination, tuple(block for part in batch.parts for block in part.blocks.ravel().tolist()))
+            )
             self.fault(batch)
             given = copy(batch, after)
             self.late_fault(batch)
@@ -297,8 +299,8 @@ class Tale:
     def _move(self, model: Model, given: Transfer, slots: Sequence[int]) -> None:
         if given.route != D2D:
             images = self.memory.images(slots)
-            into = given.route.destination
-            model.move(given.sections, images, into=into, tokens=given.tokens)
+            destination = given.route.destination
+            model.move(given.sections, images, destination=destination, tokens=given.tokens)
             return
         source, target = self._pages(slots[0]), self._pages(given.sections[0].blocks[0])
         size = given.tokens * CELL if given.tokens == 1 else PAGE

@@ -209,17 +209,17 @@ def test_stages_are_used_only_after_their_memorys_last_owner(
         given = pools(656, seed=seed)
         owner = given.hardware.new_stream()
         with given.hardware.on(owner):
-            earlier = [KINDS[kind]().stream(given.layout, into) for into in (HOST, DEVICE)]
+            earlier = [KINDS[kind]().stream(given.layout, destination) for destination in (HOST, DEVICE)]
             given.hardware.late(0.5 + seed % 8)
         for each in earlier:
             each.close()
         device = KINDS[kind]()
 
-        def stream(layout: KVLayout, into: str, take: Callable[..., Stream] = device.stream) -> Stream:
+        def stream(layout: KVLayout, destination: str, take: Callable[..., Stream] = device.stream) -> Stream:
             with monkeypatch.context() as patch, given.hardware.on(owner):
                 if not guarded:
                     patch.setattr(StreamEvent, "make_wait", nothing)
-                return take(layout, into)
+                return take(layout, destination)
 
         monkeypatch.setattr(device, "stream", stream)
         random_jobs(given, device, 30, seed=seed, each=40, late=0)
@@ -330,7 +330,7 @@ def started(hardware: Queued, path: Path) -> tuple[CudaDevice, QueuedGpu, Queued
     device = gpu(chooser=None, calibration=path, accelerator=accelerator, library=library)
     given = DevicePools(hardware, 656)
     before = hardware.reserved
-    streams = [device.stream(given.layout, into) for into in (HOST, DEVICE)]
+    streams = [device.stream(given.layout, destination) for destination in (HOST, DEVICE)]
     taken = hardware.reserved - before
     assert hardware.drawn == drawn
     assert not {each.stream_id for each in engines} & {stream for *_, stream in accelerator.launched}
@@ -372,8 +372,8 @@ def test_torch_takes_two_streams_beside_the_engines_own(
     given = pools(656)
     before = both[0].drawn
     device = TorchDevice("queued:0", staging_bytes=1 << 14)
-    for into in (HOST, DEVICE):
-        device.stream(given.layout, into)
+    for destination in (HOST, DEVICE):
+        device.stream(given.layout, destination)
     assert both[0].drawn == before + 2
 
 

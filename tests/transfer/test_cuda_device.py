@@ -134,9 +134,9 @@ def test_a_calibration_measures_every_way_and_is_kept(tmp_path: Path) -> None:
     gpu = StandIn(None, calibration=path, staging_bytes=1 << 16)
     found = gpu.device.calibrate(TINY)
     assert calibrations.load(path, "Stand-in GPU", 12080) == found
-    for into in (HOST, DEVICE):
-        assert set(found.curves[into]) == set(Way)
-        for samples in found.curves[into].values():
+    for destination in (HOST, DEVICE):
+        assert set(found.curves[destination]) == set(Way)
+        for samples in found.curves[destination].values():
             assert [sample.page_bytes for sample in samples] == list(TINY.sizes)
     assert {"gather", "scatter"} <= set(gpu.accelerator.kernels)
     assert not gpu.library.breaches

@@ -40,7 +40,7 @@ def test_what_follows_another_way_sees_its_bytes(mood: str, seed: int, staging: 
         if chance.random() < 0.6:
             parts, slots = [Section(0, 0, tuple(blocks[:10]))], chance.sample(range(6), 5)
             lane.send([between(pools, parts, slots, DEVICE).batch])
-            model.move(parts, pools.images(slots), into=DEVICE)
+            model.move(parts, pools.images(slots), destination=DEVICE)
         else:
             lane.send([inside(pools.layout, 0, blocks[:6], blocks[6:]).batch])
             copied_inside(model.device, pools.layout, 0, blocks[:6], blocks[6:])
@@ -61,7 +61,7 @@ def test_copies_reach_in_the_order_of_their_calls(mood: str | int, seed: int) ->
     for first in range(0, 16, 4):
         parts, slots = [Section(0, 0, tuple(range(first, first + 4)))], list(range(first, first + 4))
         lane.send([between(pools, parts, slots, HOST).batch])
-        model.move(parts, pools.images(slots), into=HOST)
+        model.move(parts, pools.images(slots), destination=HOST)
     gpu.device.wait_event(gpu.accelerator.compute, lane.under_way[-1].done_event)
     gpu.on_compute(lambda: pools.tensors[0].fill_(7))
     gpu.device.record_event(gpu.accelerator.compute).wait()
@@ -82,47 +82,48 @@ def test_an_onboard_reads_the_host_only_when_it_may(way: Way, mood: str | int) -
     assert (pools.tensors[0].view(8, 4096)[3] == 9).all()
 
 
-@pytest.mark.parametrize("into", [HOST, DEVICE])
+@pytest.mark.parametrize("destination", [HOST, DEVICE])
 @pytest.mark.parametrize("seed", range(deep(4, 8)))
-def test_ring_slot_is_refilled_only_when_empty(into: str, seed: int) -> None:
+def test_ring_slot_is_refilled_only_when_empty(destination: str, seed: int) -> None:
     pools = Pools(flat(40, 512, refs=1), slots=40)
     gpu = StandIn(Always(Way.STAGED), staging_bytes=RING_SLOTS * 512, mood=seed)
-    lane = gpu.lane(pools.layout, into)
+    lane = gpu.lane(pools.layout, destination)
     model = Model(pools)
     parts = [Section(0, 0, tuple(range(40)))]
-    lane.send([between(pools, parts, range(40), into).batch])
-    model.move(parts, pools.images(range(40)), into=into)
+    lane.send([between(pools, parts, range(40), destination).batch])
+    model.move(parts, pools.images(range(40)), destination=destination)
     lane.finish()
     model.check(pools)
 
 
-@pytest.mark.parametrize("into", [HOST, DEVICE])
+@pytest.mark.parametrize("destination", [HOST, DEVICE])
 @pytest.mark.parametrize("way", [*WAYS, None])
-def test_after_a_drain_nothing_is_in_flight(way: Way | None, into: str) -> None:
+def test_after_a_drain_nothing_is_in_flight(way: Way | None, destination: str) -> None:
     """Whichever way it went; without one, through pinned stages."""
     pools = Pools(flat(8, 4096), slots=8)
     gpu = StandIn(Always(way or Way.DIRECT), in_one_piece=all_registered if way else None)
-    stream = gpu.device.stream(pools.layout, into)
+    stream = gpu.device.stream(pools.layout, destination)
     stream.bind()
     parts = [Section(0, 0, (3,))]
-    stream.copy(between(pools, parts, [1], into).batch, ())
+    stream.copy(between(pools, parts, [1], destination).batch, ())
     stream.drain()
     model = Model(pools)
-    model.move(parts, pools.images([1]), into=into)
+    model.move(parts, pools.images([1]), destination=destination)
     model.check(pools)
 
 
-@pytest.mark.parametrize("into", [HOST, DEVICE])
+@pytest.mark.parametrize("destination", [HOST, DEVICE])
 @pytest.mark.parametrize("way", WAYS)
-def test_copies_in_flight_together_each_say_their_end(way: Way, into: str) -> None:
+def test_copies_in_flight_together_each_say_their_end(way: Way, destination: str) -> None:
     """Nobody waits to give a stream as many copies as it takes."""
     pools = Pools(flat(8, 4096), slots=8)
     gpu = StandIn(Always(way))
-    stream = gpu.device.stream(pools.layout, into)
+    stream = gpu.device.stream(pools.layout, destination)
     gpu.accelerator.compute.run_to(gpu.accelerator.compute.given)
     stream.bind()
     copies = [
-        stream.copy(between(pools, [Section(0, 0, (block,))], [block], into).batch, ()) for block in range(stream.depth)
+        stream.copy(between(pools, [Section(0, 0, (block,))], [block], destination).batch, ())
+        for block in range(stream.depth)
     ]
     assert not any(copy.query() for copy in copies)
     stream.drain()
@@ -151,16 +152,16 @@ def test_bounced_copies_are_ordered_on_both_streams() -> None:
     lane.finish()
 
 
-@pytest.mark.parametrize(("into", "way"), [(DEVICE, Way.DIRECT), (HOST, Way.ZERO_COPY)])
-def test_copy_after_a_staged_one_waits_for_its_last_stream(into: str, way: Way) -> None:
+@pytest.mark.parametrize(("destination", "way"), [(DEVICE, Way.DIRECT), (HOST, Way.ZERO_COPY)])
+def test_copy_after_a_staged_one_waits_for_its_last_stream(destination: str, way: Way) -> None:
     """Though the last copy before the staged one was on the same stream as this one."""
     pools = Pools(flat(8, 4096), slots=8)
     chooser = Always(way)
     gpu = StandIn(chooser, mood="eager")
-    lane = gpu.lane(pools.layout, into)
+    lane = gpu.lane(pools.layout, destination)
     kernels, link = (stream.name for stream in list(gpu.world.streams.values())[1:3])
-    last, other = (kernels, link) if into == DEVICE else (link, kernels)
-    batch = between(pools, [Section(0, 0, (3,))], [1], into).batch
+    last, other = (kernels, link) if destination == DEVICE else (link, kernels)
+    batch = between(pools, [Section(0, 0, (3,))], [1], destination).batch
     lane.send([batch])
     chooser.way = Way.STAGED
     lane.send([batch])
@@ -172,13 +173,13 @@ def test_copy_after_a_staged_one_waits_for_its_last_stream(into: str, way: Way) 
     lane.finish()
 
 
-@pytest.mark.parametrize("into", [HOST, DEVICE])
+@pytest.mark.parametrize("destination", [HOST, DEVICE])
 @pytest.mark.parametrize("way", WAYS)
-def test_copies_of_one_way_wait_for_no_other_stream(way: Way, into: str) -> None:
+def test_copies_of_one_way_wait_for_no_other_stream(way: Way, destination: str) -> None:
     pools = Pools(flat(8, 4096), slots=8)
     gpu = StandIn(Always(way), mood="eager")
-    lane = gpu.lane(pools.layout, into)
-    batch = between(pools, [Section(0, 0, (3,))], [1], into).batch
+    lane = gpu.lane(pools.layout, destination)
+    batch = between(pools, [Section(0, 0, (3,))], [1], destination).batch
     lane.send([batch])
     gpu.world.log.clear()
     lane.send([batch])
@@ -260,20 +261,20 @@ def test_compute_that_is_held_sees_what_was_onboarded(way: Way, mood: str | int)
     np.testing.assert_array_equal(seen[0][:4096], pools.arena.array[:4096])
 
 
-@pytest.mark.parametrize("into", [HOST, DEVICE])
+@pytest.mark.parametrize("destination", [HOST, DEVICE])
 @pytest.mark.parametrize("way", WAYS)
-def test_more_copies_than_buffers_leave_no_descriptor_behind(way: Way, into: str) -> None:
+def test_more_copies_than_buffers_leave_no_descriptor_behind(way: Way, destination: str) -> None:
     """What describes a copy is not written again while the copy may still read it."""
     pools = Pools(flat(64, 656), slots=64)
     gpu = StandIn(Always(way), staging_bytes=1 << 13)
-    stream = gpu.device.stream(pools.layout, into)
+    stream = gpu.device.stream(pools.layout, destination)
     stream.bind()
     model = Model(pools)
     copies = []
     for at in range(0, 64, 4):
         parts, slots = [Section(0, 0, tuple(range(at, at + 4)))], list(range(at, at + 4))
-        copies.append(stream.copy(between(pools, parts, slots, into).batch, ()))
-        model.move(parts, pools.images(slots), into=into)
+        copies.append(stream.copy(between(pools, parts, slots, destination).batch, ()))
+        model.move(parts, pools.images(slots), destination=destination)
     for copy in copies:
         assert copy.finish() >= 0
     model.check(pools)

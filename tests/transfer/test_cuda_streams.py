@@ -50,7 +50,7 @@ def test_offload_then_onboard(way: Way, data: st.DataObject) -> None:
     out = gpu.lane(layout, HOST)
     out.send(between(pools, parts, slots, HOST, tokens).batch.cut(max_bytes))
     out.close()
-    model.move(parts, pools.images(slots), into=HOST, tokens=tokens)
+    model.move(parts, pools.images(slots), destination=HOST, tokens=tokens)
     model.check(pools)
     for tensor in pools.tensors:
         tensor.bitwise_not_()
@@ -58,7 +58,7 @@ def test_offload_then_onboard(way: Way, data: st.DataObject) -> None:
     back = gpu.lane(layout, DEVICE)  # a thread has one stream at a time
     back.send(between(pools, there, slots, DEVICE, tokens).batch.cut(max_bytes))
     back.close()
-    model.move(there, pools.images(slots), into=DEVICE, tokens=tokens)
+    model.move(there, pools.images(slots), destination=DEVICE, tokens=tokens)
     model.check(pools)
     assert not gpu.library.breaches
     assert not set(gpu.device.fallbacks()) & {"host_unregistered", "straddling_piece", "no_batched_copy"}
@@ -97,19 +97,19 @@ def test_the_ring_is_gathered_into_while_the_link_empties_it() -> None:
     np.testing.assert_array_equal(pools.arena.array[: 64 * 4096], pools.tensors[0].numpy())
 
 
-@pytest.mark.parametrize("into", [HOST, DEVICE])
+@pytest.mark.parametrize("destination", [HOST, DEVICE])
 @pytest.mark.parametrize("way", [Way.STAGED, Way.ZERO_COPY])
 @pytest.mark.parametrize(("page", "padding"), [(7, 0), (24, 0), (24, 8), (656, 0), (4096, 0), (1 << 16, 0)])
-def test_kernels_for_whole_blocks_are_compiled_at_start(way: Way, into: str, page: int, padding: int) -> None:
+def test_kernels_for_whole_blocks_are_compiled_at_start(way: Way, destination: str, page: int, padding: int) -> None:
     """Nothing is compiled while copies wait: neither for another shape, nor for pointers that are aligned otherwise."""
     pools = Pools(flat(9, page, refs=3, blocks_per_chunk=2, padding=padding), slots=5)
     gpu = StandIn(Always(way), staging_bytes=1 << 20)
-    lane = gpu.lane(pools.layout, into)
+    lane = gpu.lane(pools.layout, destination)
     prepared = set(gpu.accelerator.prepared)
     for blocks in ((5, 2, 8, 1), (3, 4), (7,)):
         parts = [Section(0, 0, blocks)]
-        lane.send([between(pools, parts, range((len(blocks) + 1) // 2), into).batch])
-    if into == DEVICE:
+        lane.send([between(pools, parts, range((len(blocks) + 1) // 2), destination).batch])
+    if destination == DEVICE:
         lane.send([inside(pools.layout, 0, [1, 2, 3], [4, 5, 6]).batch])
     lane.finish()
     assert gpu.accelerator.launched <= prepared
@@ -125,16 +125,16 @@ def test_one_dma_for_each_image() -> None:
     assert [count for _, count in gpu.library.calls] == [1, 16]  # the kernel's orders, and 16 images of 32 pages each
 
 
-@pytest.mark.parametrize("into", [HOST, DEVICE])
-def test_host_memory_that_is_not_registered_goes_through_pinned_stages(into: str) -> None:
+@pytest.mark.parametrize("destination", [HOST, DEVICE])
+def test_host_memory_that_is_not_registered_goes_through_pinned_stages(destination: str) -> None:
     pools = Pools(flat(64, 656, refs=3, blocks_per_chunk=2), slots=32)
     gpu = StandIn(Always(Way.DIRECT), mood="eager", in_one_piece=lambda offsets, lengths: np.asarray(offsets) % 2 == 1)
-    lane = gpu.lane(pools.layout, into)
+    lane = gpu.lane(pools.layout, destination)
     model = Model(pools)
     for _ in range(2):
         parts, slots = [Section(0, 0, tuple(range(20, 40)))], list(range(10))
-        lane.send(between(pools, parts, slots, into).batch.cut(9000))
-        model.move(parts, pools.images(slots), into=into)
+        lane.send(between(pools, parts, slots, destination).batch.cut(9000))
+        model.move(parts, pools.images(slots), destination=destination)
     lane.close()
     model.check(pools)
     assert not gpu.library.calls
@@ -203,10 +203,10 @@ def test_where_no_way_is_left_copies_go_through_pinned_stages() -> None:
     np.testing.assert_array_equal(pools.arena.array[: 2 * 4096], pools.tensors[0].numpy()[: 2 * 4096])
 
 
-@pytest.mark.parametrize("into", [HOST, DEVICE])
+@pytest.mark.parametrize("destination", [HOST, DEVICE])
 @pytest.mark.parametrize("reached", [True, False])
 def test_memory_is_freed_before_the_streams_that_used_it(
-    monkeypatch: pytest.MonkeyPatch, reached: bool, into: str
+    monkeypatch: pytest.MonkeyPatch, reached: bool, destination: str
 ) -> None:
     """torch records an event on each stream that used pinned memory when that is freed: a destroyed one is a crash."""
     pools = Pools(flat(8, 4096), slots=8)
@@ -225,8 +225,8 @@ def test_memory_is_freed_before_the_streams_that_used_it(
     monkeypatch.setattr(gpu.accelerator, "device_bytes", watched)
     monkeypatch.setattr(gpu.accelerator, "pinned_bytes", watched)
     monkeypatch.setattr(gpu.accelerator, "destroy_streams", destroyed)
-    lane = gpu.lane(pools.layout, into)
-    lane.send([between(pools, [Section(0, 0, (3,))], [1], into).batch])
+    lane = gpu.lane(pools.layout, destination)
+    lane.send([between(pools, [Section(0, 0, (3,))], [1], destination).batch])
     assert taken and all(memory() is not None for memory in taken)
     gc.disable()  # a cycle of references would be freed later
     try:
@@ -466,24 +466,24 @@ def test_lane_thread_ends_no_capture_of_a_graph() -> None:
         engine.close()
 
 
-@pytest.mark.parametrize("into", [HOST, DEVICE])
+@pytest.mark.parametrize("destination", [HOST, DEVICE])
 @pytest.mark.parametrize("way", list(Way))
-def test_without_a_compiler_pages_go_one_by_one(way: Way, into: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_compiler_pages_go_one_by_one(way: Way, destination: str, caplog: pytest.LogCaptureFixture) -> None:
     pools = Pools(flat(8, 24), slots=8)
     model = Model(pools)
     gpu = StandIn(Always(way))
     gpu.accelerator.compiler_error = RuntimeError("Failed to find C compiler")
-    lane = gpu.lane(pools.layout, into)
-    lane.send([between(pools, [Section(0, 0, (3, 5))], [1, 2], into).batch])
-    model.move([Section(0, 0, (3, 5))], pools.images([1, 2]), into=into)
-    if into == DEVICE:
+    lane = gpu.lane(pools.layout, destination)
+    lane.send([between(pools, [Section(0, 0, (3, 5))], [1, 2], destination).batch])
+    model.move([Section(0, 0, (3, 5))], pools.images([1, 2]), destination=destination)
+    if destination == DEVICE:
         lane.finish()
         lane.send([inside(pools.layout, 0, [6, 7], [3, 1]).batch])
         copied_inside(model.device, pools.layout, 0, [6, 7], [3, 1])
     lane.close()
     model.check(pools)
     assert not gpu.accelerator.kernels
-    assert gpu.device.fallbacks()["no_kernels"] == (3 if into == DEVICE else 2)
+    assert gpu.device.fallbacks()["no_kernels"] == (3 if destination == DEVICE else 2)
     (line,) = [record.getMessage() for record in caplog.records if "copy kernels for" in record.getMessage()]
     assert "gcc" in line and "Python.h" in line and "Failed to find C compiler" in line
 
@@ -527,21 +527,22 @@ def test_without_a_second_stream_the_first_is_destroyed(monkeypatch: pytest.Monk
     assert gpu.library.made == gpu.library.destroyed != []
 
 
-@pytest.mark.parametrize("into", [HOST, DEVICE])
+@pytest.mark.parametrize("destination", [HOST, DEVICE])
 @pytest.mark.parametrize("way", [Way.STAGED, Way.ZERO_COPY])
-def test_kernels_for_any_tokens_and_layers_are_compiled_at_start(way: Way, into: str) -> None:
+def test_kernels_for_any_tokens_and_layers_are_compiled_at_start(way: Way, destination: str) -> None:
     sizes = ((0, 160, 10), (1, 4096, 256), (2, 24, None), (3, 656 * 16, 656))
     tensors = [torch.zeros(9 * (size + 48), dtype=torch.uint8) for _, size, _ in sizes]
     refs = tuple(PageRef(index, 0, size + 48, size, token) for index, size, token in sizes)
     layout = KVLayout((KVGroup("kv", 16, 2, refs),), tensors, 9)
     pools = Pools(layout, slots=5)
     gpu = StandIn(Always(way), staging_bytes=1 << 20)
-    lane = gpu.lane(layout, into)
+    lane = gpu.lane(layout, destination)
     prepared = set(gpu.accelerator.prepared)
     assert len(prepared) <= 3
     for tokens in (None, 1, 3, 15):
         chosen = plan_copy(
-            layout, [Section(0, 0, (5, 2, 8))], pools.images([0, 3]), into=into, host_address=pools.arena.address,
+            layout, [Section(0, 0, (5, 2, 8))], pools.images([0, 3]), destination=destination,
+            host_address=pools.arena.address,
             host_bytes=pools.arena.nbytes, tokens=tokens,
         )  # fmt: skip
         lane.send([chosen.batch])

@@ -351,9 +351,9 @@ def test_source_and_destination_are_not_exchanged(monkeypatch: Patch) -> None:
     explore(tale(ids_that_differ_on_both_sides))
     directed = Pieces.directed
 
-    def exchanged(self: Pieces, into: str) -> Any:
-        destination, source, size = directed(self, into)
-        return (source, destination, size) if into == DEVICE else (destination, source, size)
+    def exchanged(self: Pieces, written: str) -> Any:
+        destination, source, size = directed(self, written)
+        return (source, destination, size) if written == DEVICE else (destination, source, size)
 
     monkeypatch.setattr(Pieces, "directed", exchanged)
     goes_wrong(ids_that_differ_on_both_sides, "is wrong at|RAW|WAR|WAW")

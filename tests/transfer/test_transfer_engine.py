@@ -44,14 +44,14 @@ def test_offload_then_onboard_restores_bytes_in_other_blocks(data: st.DataObject
     try:
         engine.submit(transfer(1, D2H, parts, slots))
         assert engine.wait([1], TIMEOUT)
-        model.move(parts, pools.images(slots), into=HOST)
+        model.move(parts, pools.images(slots), destination=HOST)
         model.check(pools)
         for tensor in pools.tensors:
             tensor.bitwise_not_()
         model.device = pools.device_bytes()
         engine.submit(transfer(2, H2D, there, slots))
         assert engine.wait([2], TIMEOUT)
-        model.move(there, pools.images(slots), into=DEVICE)
+        model.move(there, pools.images(slots), destination=DEVICE)
         model.check(pools)
         out, back = engine.poll()
         assert out.statuses == back.statuses == (OK,) * items
@@ -160,9 +160,9 @@ def test_partial_blocks_move_their_bytes_only() -> None:
     rig = Rig(KVLayout((KVGroup("kv", 4, 1, refs),), flat(16, 24, refs=4).tensors, 16))
     parts = [Section(0, 0, (1, 2))]
     rig.engine.submit(transfer(1, D2H, parts, [0, 1], tokens=3))
-    rig.model.move(parts, rig.pools.images([0, 1]), into=HOST, tokens=3)
+    rig.model.move(parts, rig.pools.images([0, 1]), destination=HOST, tokens=3)
     rig.engine.submit(transfer(2, H2D, parts, [2, 3], tokens=2))
-    rig.model.move(parts, rig.pools.images([2, 3]), into=DEVICE, tokens=2)
+    rig.model.move(parts, rig.pools.images([2, 3]), destination=DEVICE, tokens=2)
     assert [result.bytes for result in rig.results(1, 2)] == [96 + 4 * 18, 96 + 4 * 12]
     rig.model.check(rig.pools)
     rig.engine.close()
@@ -172,7 +172,7 @@ def test_padding_of_every_image_is_zeroed() -> None:
     rig = Rig(flat(16, 24, refs=2, blocks_per_chunk=2))
     parts = [Section(0, 1, (5, 6, 7))]
     rig.engine.submit(transfer(1, D2H, parts, [3, 4]))
-    rig.model.move(parts, rig.pools.images([3, 4]), into=HOST)
+    rig.model.move(parts, rig.pools.images([3, 4]), destination=HOST)
     assert [(result.statuses, result.bytes) for result in rig.results(1)] == [((OK, OK), 144)]
     rig.model.check(rig.pools)
     rig.engine.close()
@@ -240,7 +240,7 @@ def test_layer_wise_transfer_moves_the_same_bytes(route: Route) -> None:
     rig = Rig(flat(16, 24, refs=5), max_batch_bytes=48)
     parts = [Section(0, 0, (3, 1, 8))]
     rig.engine.submit(transfer(1, route, parts, [6, 2, 4], by_layer=True))
-    rig.model.move(parts, rig.pools.images([6, 2, 4]), into=route.destination)
+    rig.model.move(parts, rig.pools.images([6, 2, 4]), destination=route.destination)
     (result,) = rig.results(1)
     assert (result.statuses, result.bytes) == ((OK,) * 3, 3 * 5 * 24)
     rig.model.check(rig.pools)
@@ -255,7 +255,7 @@ def test_arrived_layer_is_readable_while_later_layers_are_in_flight() -> None:
     rig.engine.submit(transfer(1, H2D, parts, [6, 2], by_layer=True))
     assert rig.engine.wait_layer(1, 0, TIMEOUT) is OK
     assert rig.engine.wait_layer(1, 1, 0) is Status.DEADLINE
-    rig.model.move(parts, rig.pools.images([6, 2]), into=DEVICE, layers=(0, 1))
+    rig.model.move(parts, rig.pools.images([6, 2]), destination=DEVICE, layers=(0, 1))
     rig.model.check(rig.pools)
     gate.open()
     assert [rig.engine.wait_layer(1, layer, TIMEOUT) for layer in (2, 1, 0)] == [OK, OK, OK]
@@ -379,7 +379,7 @@ def test_layer_without_pages_of_the_group_is_ready_at_once() -> None:
     assert [rig.engine.wait_layer(1, layer, TIMEOUT) for layer in range(4)] == [OK] * 4
     (result,) = rig.results(1)
     assert (result.statuses, result.bytes) == ((OK, OK), 96)
-    rig.model.move(parts, rig.pools.images([6, 2]), into=DEVICE)
+    rig.model.move(parts, rig.pools.images([6, 2]), destination=DEVICE)
     rig.model.check(rig.pools)
     rig.engine.close()
 

@@ -37,5 +37,5 @@ def test_layers_that_the_group_does_not_have_are_passed(group: int) -> None:
     assert engine.wait([1], TIMEOUT)
     engine.close()
     assert [result.statuses for result in engine.poll()] == [(Status.OK, Status.OK)]
-    model.move(sections, pools.images([3, 0]), into=DEVICE)
+    model.move(sections, pools.images([3, 0]), destination=DEVICE)
     model.check(pools)

@@ -27,7 +27,7 @@ class Rig:
     def submit(self, job: int, route: Route, blocks: tuple[int, ...], slots: list[int], **fields: Any) -> None:
         sections = fields.pop("sections", [Section(0, 0, blocks)])
         self.engine.submit(transfer(job, route, sections, slots, **fields))
-        self.model.move(sections, self.pools.images(slots), into=route.destination)
+        self.model.move(sections, self.pools.images(slots), destination=route.destination)
 
     def finish(self, *jobs: int) -> None:
         for gate in self.device.gates.values():
@@ -122,7 +122,7 @@ def test_many_jobs_on_few_slots_equal_a_sequential_run(seed: int) -> None:
         chunks = (sections[0].first_block + len(sections[0].blocks) + 1) // 2
         slots = rng.sample(range(4), chunks)
         engine.submit(transfer(job, route, sections, slots))
-        model.move(sections, pools.images(slots), into=route.destination)
+        model.move(sections, pools.images(slots), destination=route.destination)
         if rng.random() < 0.1:
             engine.end_step()
     assert engine.wait(jobs, TIMEOUT)

@@ -24,12 +24,12 @@ from longshore.transfer.pieces import PieceBuilder, Pieces, merge
 from plans import Copies, plan
 
 
-def make_plan(pools: Pools, parts: Any, slots: Any, into: str = HOST, **options: Any) -> Copies:
+def make_plan(pools: Pools, parts: Any, slots: Any, destination: str = HOST, **options: Any) -> Copies:
     return plan(
         pools.layout,
         parts,
         pools.images(slots),
-        into=into,
+        destination=destination,
         host_address=pools.arena.address,
         host_bytes=pools.arena.nbytes,
         **options,
@@ -53,7 +53,7 @@ def test_offload_then_onboard_restores_bytes_in_other_blocks(data: st.DataObject
     in_any_order = data.draw(st.booleans())
 
     run(make_plan(pools, parts, slots, HOST, any_order=in_any_order))
-    model.move(parts, pools.images(slots), into=HOST)
+    model.move(parts, pools.images(slots), destination=HOST)
     _ignore_padding(model, pools)
     model.check(pools)
 
@@ -61,7 +61,7 @@ def test_offload_then_onboard_restores_bytes_in_other_blocks(data: st.DataObject
         tensor.bitwise_not_()
     model.device = pools.device_bytes()
     run(make_plan(pools, there, slots, DEVICE, any_order=in_any_order))
-    model.move(there, pools.images(slots), into=DEVICE)
+    model.move(there, pools.images(slots), destination=DEVICE)
     model.check(pools)
 
 
@@ -81,13 +81,13 @@ def test_leading_tokens(data: st.DataObject) -> None:
     pools = Pools(layout, slots=items + 1)
     slots = data.draw(st.permutations(range(items + 1)))[:items]
     tokens = data.draw(st.none() | st.integers(-1, 17))
-    into = data.draw(st.sampled_from([DEVICE, HOST]))
+    destination = data.draw(st.sampled_from([DEVICE, HOST]))
     model = Model(pools)
 
-    run(make_plan(pools, parts, slots, into, tokens=tokens))
-    model.move(parts, pools.images(slots), into=into, tokens=tokens)
+    run(make_plan(pools, parts, slots, destination, tokens=tokens))
+    model.move(parts, pools.images(slots), destination=destination, tokens=tokens)
 
-    if into == HOST:
+    if destination == HOST:
         _ignore_padding(model, pools)
     model.check(pools)
 
@@ -106,7 +106,7 @@ def test_two_groups_with_an_empty_one_between() -> None:
     made = make_plan(pools, parts, [5, 0, 3, 1, 6], HOST)
 
     run(made)
-    model.move(parts, pools.images([5, 0, 3, 1, 6]), into=HOST)
+    model.move(parts, pools.images([5, 0, 3, 1, 6]), destination=HOST)
     _ignore_padding(model, pools)
     model.check(pools)
     # Group 0 from logical block 6 on: 2 blocks, 4 blocks, 1 block; group 2 from 4 on: 2 and 2, which run backwards.
@@ -170,7 +170,7 @@ def test_cut_batches_move_the_same_bytes(data: st.DataObject) -> None:
     items = chunks_of(layout, parts)
     images = [layout.image_bytes * at for at in range(items)]
     whole = plan_copy(
-        layout, parts, images, into=HOST, host_address=0, host_bytes=layout.image_bytes * (items + 1)
+        layout, parts, images, destination=HOST, host_address=0, host_bytes=layout.image_bytes * (items + 1)
     ).batch
     max_bytes = data.draw(st.integers(1, 9000))
     cut = list(whole.cut(max_bytes))
@@ -193,7 +193,7 @@ def test_both_piece_orders_move_the_same_bytes(data: st.DataObject) -> None:
     items = chunks_of(layout, parts)
     images = [layout.image_bytes * (at + 1) for at in data.draw(st.permutations(range(items)))]
     host_bytes = layout.image_bytes * (items + 2)
-    batch = plan_copy(layout, parts, images, into=HOST, host_address=0, host_bytes=host_bytes).batch
+    batch = plan_copy(layout, parts, images, destination=HOST, host_address=0, host_bytes=host_bytes).batch
     by_image = PieceBuilder().build(batch)
     quickest = PieceBuilder().build(batch, any_order=True)
     assert sorted(every_byte(by_image)) == sorted(every_byte(quickest))
@@ -259,7 +259,7 @@ def test_planner_reuses_its_arrays_for_each_plan() -> None:
     pools = Pools(flat(64, 24, refs=3), slots=64)
     planner = PieceBuilder()
     for blocks in [(5, 9), tuple(range(60)), (7,), ()]:
-        arguments = {"into": HOST, "host_address": pools.arena.address, "host_bytes": pools.arena.nbytes}
+        arguments = {"destination": HOST, "host_address": pools.arena.address, "host_bytes": pools.arena.nbytes}
         images = pools.images(range(len(blocks)))
         fresh = plan(pools.layout, [Section(0, 0, blocks)], images, **arguments)  # type: ignore[arg-type]
         again = plan(pools.layout, [Section(0, 0, blocks)], images, planner=planner, **arguments)  # type: ignore[arg-type]
@@ -276,7 +276,7 @@ def test_reused_planner_makes_the_same_plans_as_a_new_one(data: st.DataObject) -
         parts = data.draw(sections(layout))
         items = chunks_of(layout, parts)
         pools = Pools(layout, slots=items + 1)
-        arguments = {"into": HOST, "host_address": pools.arena.address, "host_bytes": pools.arena.nbytes}
+        arguments = {"destination": HOST, "host_address": pools.arena.address, "host_bytes": pools.arena.nbytes}
         arguments["any_order"] = data.draw(st.booleans())
         fresh = plan(layout, parts, pools.images(range(items)), **arguments)  # type: ignore[arg-type]
         again = plan(layout, parts, pools.images(range(items)), planner=planner, **arguments)  # type: ignore[arg-type]
@@ -288,7 +288,7 @@ def test_pages_of_another_size_get_sizes_of_their_own() -> None:
     planner = PieceBuilder()
     for page in (24, 656, 24):
         pools = Pools(flat(64, page, refs=3), slots=8)
-        arguments = {"into": HOST, "host_address": pools.arena.address, "host_bytes": pools.arena.nbytes}
+        arguments = {"destination": HOST, "host_address": pools.arena.address, "host_bytes": pools.arena.nbytes}
         blocks = [Section(0, 0, (5, 9))]
         made = plan(pools.layout, blocks, pools.images([1, 4]), planner=planner, **arguments)  # type: ignore[arg-type]
         assert made.size.tolist() == [page] * 6
@@ -322,7 +322,7 @@ REFUSED: list[tuple[str, list[Section], list[int], dict[str, Any]]] = [
     ("a negative first block", [Section(0, -2, (1, 2))], [0], {}),
     ("an image beyond the host", [Section(0, 0, (1, 2))], [4], {}),
     ("an image before the host", [Section(0, 0, (1, 2))], [-1], {}),
-    ("neither tier", [Section(0, 0, (1, 2))], [0], {"into": "file"}),
+    ("neither tier", [Section(0, 0, (1, 2))], [0], {"destination": "file"}),
 ]
 
 
@@ -334,7 +334,7 @@ def test_what_does_not_fit_is_refused(why: str, parts: Any, images: list[int], o
             layout,
             parts,
             [image * 4096 for image in images],
-            **{"into": HOST, "host_address": 0, "host_bytes": 4 * 4096, **options},
+            **{"destination": HOST, "host_address": 0, "host_bytes": 4 * 4096, **options},
         )
 
 
@@ -342,8 +342,8 @@ def test_what_is_written_may_not_be_named_twice() -> None:
     layout = flat(16, 24, refs=1, blocks_per_chunk=2)
     twice = [Section(0, 0, (1, 2, 3, 1))]
 
-    def attempt(parts: list[Section], images: list[int], into: str) -> None:
-        plan_copy(layout, parts, images, into=into, host_address=0, host_bytes=1 << 20)
+    def attempt(parts: list[Section], images: list[int], destination: str) -> None:
+        plan_copy(layout, parts, images, destination=destination, host_address=0, host_bytes=1 << 20)
 
     with pytest.raises(PlanError, match="block 1 of device pool 0 would be written twice"):
         attempt(twice, [0, 4096], DEVICE)
@@ -359,10 +359,10 @@ def test_images_written_twice_are_found_among_few_and_many(count: int, host_byte
     layout = flat(200, 24, refs=1)
     blocks = tuple(range(count))
     images = [4096 * (199 - image) for image in blocks]
-    plan_copy(layout, [Section(0, 0, blocks)], images, into=HOST, host_address=0, host_bytes=host_bytes)
+    plan_copy(layout, [Section(0, 0, blocks)], images, destination=HOST, host_address=0, host_bytes=host_bytes)
     images[-1] = images[0]
     with pytest.raises(PlanError, match=f"image at offset {images[0]} of host memory would be written twice"):
-        plan_copy(layout, [Section(0, 0, blocks)], images, into=HOST, host_address=0, host_bytes=host_bytes)
+        plan_copy(layout, [Section(0, 0, blocks)], images, destination=HOST, host_address=0, host_bytes=host_bytes)
 
 
 def test_small_images_close_to_one_another_are_not_one() -> None:
@@ -371,7 +371,7 @@ def test_small_images_close_to_one_another_are_not_one() -> None:
     groups = [KVGroup(str(i), 16, 1, (PageRef(i, 0, size, size),)) for i, size in enumerate((24, 20_000))]
     layout = KVLayout(groups, tensors, 16)
     images = [0, 4096, 16_384]
-    made = plan(layout, [Section(0, 0, (1, 2, 3))], images, into=HOST, host_address=0, host_bytes=20_480)
+    made = plan(layout, [Section(0, 0, (1, 2, 3))], images, destination=HOST, host_address=0, host_bytes=20_480)
     assert made.destination.tolist() == images
 
 
@@ -380,22 +380,24 @@ def test_equal_block_ids_in_separate_groups_are_distinct() -> None:
     groups = [KVGroup(name, 16, 1, (PageRef(i, 0, 24, 24),)) for i, name in enumerate("ab")]
     parts = [Section(0, 0, (3,)), Section(1, 0, (3,))]
     apart = KVLayout(groups, tensors, 16)
-    plan_copy(apart, parts, [0, 4096], into=DEVICE, host_address=0, host_bytes=1 << 20)
+    plan_copy(apart, parts, [0, 4096], destination=DEVICE, host_address=0, host_bytes=1 << 20)
     shared = KVLayout(groups, [tensors[0], tensors[0]], 16)
     with pytest.raises(PlanError, match="block 3 of device pool 0"):
-        plan_copy(shared, parts, [0, 4096], into=DEVICE, host_address=0, host_bytes=1 << 20)
+        plan_copy(shared, parts, [0, 4096], destination=DEVICE, host_address=0, host_bytes=1 << 20)
 
 
 @pytest.mark.parametrize("tokens", [None, -1, 0, 16, 17])
 def test_these_token_counts_mean_the_whole_block(tokens: int | None) -> None:
     layout = from_rows(torch.zeros(8, 4 * 64, dtype=torch.uint8), pages_per_block=4, block_size=16)
-    plan = plan_copy(layout, [Section(0, 0, (1,))], [0], into=HOST, host_address=0, host_bytes=4096, tokens=tokens)
+    plan = plan_copy(
+        layout, [Section(0, 0, (1,))], [0], destination=HOST, host_address=0, host_bytes=4096, tokens=tokens
+    )
     assert plan.batch.nbytes == 256
 
 
 def test_only_the_last_block_is_partial() -> None:
     layout = from_rows(torch.zeros(8, 4 * 64, dtype=torch.uint8), pages_per_block=4, block_size=16)
-    made = plan(layout, [Section(0, 0, (1, 2))], [0, 4096], into=HOST, host_address=0, host_bytes=8192, tokens=5)
+    made = plan(layout, [Section(0, 0, (1, 2))], [0, 4096], destination=HOST, host_address=0, host_bytes=8192, tokens=5)
     assert made.size.tolist() == [256, 20, 20, 20, 20]
 
 
@@ -403,7 +405,7 @@ def test_pages_that_cannot_be_split_are_copied_whole() -> None:
     pages = (PageRef(0, 0, 64, 64, token_bytes=4), PageRef(1, 0, 8, 8))
     tensors = [torch.zeros(8 * 64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)]
     layout = KVLayout((KVGroup("kv", 16, 1, pages),), tensors, 8)
-    made = plan(layout, [Section(0, 0, (1,))], [0], into=HOST, host_address=0, host_bytes=4096, tokens=5)
+    made = plan(layout, [Section(0, 0, (1,))], [0], destination=HOST, host_address=0, host_bytes=4096, tokens=5)
     assert made.size.tolist() == [20, 8]
 
 
@@ -413,7 +415,7 @@ def test_item_bytes_are_what_moves_of_each() -> None:
         layout,
         [Section(0, 3, (1, 2, 3, 4, 5, 6))],
         [0, 4096, 8192],
-        into=HOST,
+        destination=HOST,
         host_address=0,
         host_bytes=12288,
     )
@@ -424,14 +426,14 @@ def test_item_bytes_are_what_moves_of_each() -> None:
 def test_plans_against_freed_memory_are_refused() -> None:
     layout = flat(16)
     parts = [Section(0, 0, (1,))]
-    batch = plan_copy(layout, parts, [0], into=HOST, host_address=0, host_bytes=4096).batch
+    batch = plan_copy(layout, parts, [0], destination=HOST, host_address=0, host_bytes=4096).batch
     layout.free()
     with pytest.raises(FreedLayoutError):
-        plan(layout, parts, [0], into=HOST, host_address=0, host_bytes=4096)
+        plan(layout, parts, [0], destination=HOST, host_address=0, host_bytes=4096)
     with pytest.raises(FreedLayoutError):
-        plan(layout, [], [], into=HOST, host_address=0, host_bytes=4096)
+        plan(layout, [], [], destination=HOST, host_address=0, host_bytes=4096)
     layout.take_back([torch.zeros(16 * 24, dtype=torch.uint8) for _ in range(2)])
-    plan(layout, parts, [0], into=HOST, host_address=0, host_bytes=4096)
+    plan(layout, parts, [0], destination=HOST, host_address=0, host_bytes=4096)
     with pytest.raises(FreedLayoutError, match="generation 0"):
         PieceBuilder().build(batch)
 
@@ -443,8 +445,8 @@ def test_nothing_here_imports_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("into", [HOST, DEVICE])
-def test_only_the_tokens_asked_for_move_where_heads_are_outermost(into: str) -> None:
+@pytest.mark.parametrize("destination", [HOST, DEVICE])
+def test_only_the_tokens_asked_for_move_where_heads_are_outermost(destination: str) -> None:
     """As many bytes as where tokens are, and each in its place."""
     shape = {"layer": 2, "block": 4, "token": 16, "head": 8, "dim": 2}
     moved = []
@@ -454,10 +456,10 @@ def test_only_the_tokens_asked_for_move_where_heads_are_outermost(into: str) -> 
         model = Model(pools)
         parts = [Section(0, 0, (2, 0, 3))]
         found = plan(
-            layout, parts, pools.images([1, 0]), into=into, host_address=pools.arena.address,
+            layout, parts, pools.images([1, 0]), destination=destination, host_address=pools.arena.address,
             host_bytes=pools.arena.nbytes, tokens=3,
         )  # fmt: skip
-        model.move(parts, pools.images([1, 0]), into=into, tokens=3)
+        model.move(parts, pools.images([1, 0]), destination=destination, tokens=3)
         moved.append(int(found.size.sum()))
         for to, at, size in zip(found.destination.tolist(), found.source.tolist(), found.size.tolist(), strict=True):
             ctypes.memmove(to, at, size)

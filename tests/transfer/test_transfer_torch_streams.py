@@ -107,14 +107,14 @@ def test_offload_then_onboard_through_the_stages(data: st.DataObject) -> None:
     out, back = Lane(device.stream(layout, HOST)), Lane(device.stream(layout, DEVICE))
     out.send(between(pools, parts, slots, HOST, tokens).batch.cut(max_bytes))
     out.close()
-    model.move(parts, pools.images(slots), into=HOST, tokens=tokens)
+    model.move(parts, pools.images(slots), destination=HOST, tokens=tokens)
     model.check(pools)
     for tensor in pools.tensors:
         tensor.bitwise_not_()
     model.device = pools.device_bytes()
     back.send(between(pools, there, slots, DEVICE, tokens).batch.cut(max_bytes))
     back.close()
-    model.move(there, pools.images(slots), into=DEVICE, tokens=tokens)
+    model.move(there, pools.images(slots), destination=DEVICE, tokens=tokens)
     model.check(pools)
     device.close()
 
@@ -138,13 +138,13 @@ def test_copies_inside_the_device(data: st.DataObject) -> None:
         np.testing.assert_array_equal(got, wanted)
 
 
-def pieces_through(into: str, blocks: int) -> tuple[FakeAccelerator, list[tuple[str, ...]]]:
+def pieces_through(destination: str, blocks: int) -> tuple[FakeAccelerator, list[tuple[str, ...]]]:
     """The notes of a copy of `blocks` blocks, each of which fills a stage."""
     accelerator = FakeAccelerator()
     pools = Pools(flat(16, 4096, refs=1), slots=16)
     device = TorchDevice("cpu", staging_bytes=0, accelerator=accelerator)
-    stream = device.stream(pools.layout, into)
-    selection = between(pools, [Section(0, 0, tuple(range(blocks)))], range(blocks), into)
+    stream = device.stream(pools.layout, destination)
+    selection = between(pools, [Section(0, 0, tuple(range(blocks)))], range(blocks), destination)
     stream.bind()
     accelerator.notes.lines.clear()
     copy = stream.copy(selection.batch, ())
@@ -155,9 +155,9 @@ def pieces_through(into: str, blocks: int) -> tuple[FakeAccelerator, list[tuple[
     return accelerator, copied
 
 
-@pytest.mark.parametrize("into", [HOST, DEVICE])
-def test_stage_is_reused_only_after_its_last_use(into: str) -> None:
-    _, lines = pieces_through(into, 5)
+@pytest.mark.parametrize("destination", [HOST, DEVICE])
+def test_stage_is_reused_only_after_its_last_use(destination: str) -> None:
+    _, lines = pieces_through(destination, 5)
     recorded = [line[1] for line in lines if line[0] == "record"][1:-1]  # the first and the last one keep time
     assert len(recorded) == 5
     for before, after in zip(recorded, recorded[2:], strict=False):
@@ -383,16 +383,16 @@ def test_failed_copy_leaves_no_bytes_in_another_image(
     assert device.fallbacks() == {}, "events of copies that failed were not released"
 
 
-@pytest.mark.parametrize("into", [HOST, DEVICE])
-def test_no_call_waits_for_the_stream_to_bring_ids(into: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("destination", [HOST, DEVICE])
+def test_no_call_waits_for_the_stream_to_bring_ids(destination: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`Tensor.to` from memory that is not pinned does."""
     pools = Pools(flat(16), slots=16)
     model = Model(pools)
-    lane = Lane(TorchDevice("cpu", accelerator=FakeAccelerator()).stream(pools.layout, into))
+    lane = Lane(TorchDevice("cpu", accelerator=FakeAccelerator()).stream(pools.layout, destination))
     monkeypatch.setattr(torch.Tensor, "to", _refused)
-    lane.send([between(pools, [Section(0, 0, (3, 9))], [1, 5], into).batch])
-    model.move([Section(0, 0, (3, 9))], pools.images([1, 5]), into=into)
-    if into == DEVICE:
+    lane.send([between(pools, [Section(0, 0, (3, 9))], [1, 5], destination).batch])
+    model.move([Section(0, 0, (3, 9))], pools.images([1, 5]), destination=destination)
+    if destination == DEVICE:
         lane.send([inside(pools.layout, 0, [4, 2], [3, 9]).batch])
         copied_inside(model.device, pools.layout, 0, [4, 2], [3, 9])
     lane.close()
@@ -425,8 +425,8 @@ def test_streams_are_drawn_once_for_each_direction() -> None:
     accelerator = FakeAccelerator()
     device = TorchDevice("cpu", staging_bytes=0, accelerator=accelerator)
     for _ in range(3):
-        for into in (HOST, DEVICE):
-            device.stream(flat(4), into)
+        for destination in (HOST, DEVICE):
+            device.stream(flat(4), destination)
     assert accelerator.streams == 2
 
 

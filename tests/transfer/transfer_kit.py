@@ -58,7 +58,7 @@ class Model:
         sections: Sequence[Section],
         images: Sequence[int],
         *,
-        into: str,
+        destination: str,
         layers: tuple[int, int] | None = None,
         tokens: int | None = None,
     ) -> None:
@@ -73,11 +73,11 @@ class Model:
                 chunk, sub = logical // per_chunk - first_chunk, logical % per_chunk
                 is_last = section is filled[-1] and position == len(section.blocks) - 1
                 self._move_block(
-                    section.group, block, images[item + chunk], sub, into, layers, tokens if is_last else None
+                    section.group, block, images[item + chunk], sub, destination, layers, tokens if is_last else None
                 )
             last_chunk = (section.first_block + len(section.blocks) - 1) // per_chunk
             for chunk in range(last_chunk - first_chunk + 1):
-                if into == HOST:
+                if destination == HOST:
                     self._zero_padding(section.group, images[item + chunk])
             item += last_chunk - first_chunk + 1
         assert item == len(images)
@@ -88,7 +88,7 @@ class Model:
         block: int,
         image: int,
         sub: int,
-        into: str,
+        destination: str,
         layers: tuple[int, int] | None,
         tokens: int | None,
     ) -> None:
@@ -105,7 +105,7 @@ class Model:
                     page = slice(start, start + size)
                     begin = at + sub * ref.page_bytes + number * piece
                     place = slice(begin, begin + size)
-                    if into == HOST:
+                    if destination == HOST:
                         self.host[place] = self.device[ref.tensor][page]
                     else:
                         self.device[ref.tensor][page] = self.host[place]

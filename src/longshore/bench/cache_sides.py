@@ -226,7 +226,7 @@ class Ours:
         return taken
 
     def lend(self, keys: Sequence[Key]) -> float:
-        """A load without a lease, whose bytes the engine moves; returns the seconds of the order and its result."""
+        """A load without a lease, whose bytes the inference engine moves; returns seconds of order and result."""
         begun = time.thread_time()
         (part,) = self.cache.load({0: GroupKeys(keys)}).jobs
         self.cache.apply_results([TransferResult(part.job, (Status.OK,) * part.num_chunks)], 0.0)

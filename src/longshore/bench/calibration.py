@@ -29,14 +29,14 @@ def run(device: CudaDevice | None = None, effort: Effort = THOROUGH) -> dict[str
 
 def _chosen(calibration: Calibration) -> Iterator[dict[str, Any]]:
     """The way for scattered pages by direction, size of transfer and of page, and the GB/s expected of each way."""
-    for into, ways in calibration.curves.items():
+    for destination, ways in calibration.curves.items():
         sizes = sorted({sample.page_bytes for samples in ways.values() for sample in samples})
         for nbytes, size in itertools.product(LOADS, sizes):
             pages = max(1, nbytes // size)
-            load = CopyShape(into, pages * size, pages, pages, max(1, nbytes >> 20))
+            load = CopyShape(destination, pages * size, pages, pages, max(1, nbytes >> 20))
             rates = {way.value: load.nbytes / calibration.seconds(load, way) / 1e9 for way in ways}
             way = calibration.choose(load, tuple(ways)).value
-            direction = "offload" if into == HOST else "onboard"
+            direction = "offload" if destination == HOST else "onboard"
             sizes_of = {"page_bytes": size, "bytes": load.nbytes}
             yield {"direction": direction, **sizes_of, "way": way, "gb_per_s": rates[way], "rates": rates}
 

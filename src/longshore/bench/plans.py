@@ -114,7 +114,7 @@ def ours(work: Work, planner: PieceBuilder) -> Pieces:
         work.layout,
         [Section(0, 0, cast("tuple[int, ...]", work.blocks))],  # an array serves as well
         work.slots.astype(np.int64) * work.layout.image_bytes,
-        into=HOST,
+        destination=HOST,
         host_address=work.host_address,
         host_bytes=work.host.nbytes,
     )

@@ -50,12 +50,12 @@ def adopt(state: CacheState, tier: int, found: StoredChunks | Sequence[Chunk]) -
         chunks = chunks.where(_of_the_last_size(chunks.slots // state.pools[tier].slabs.stride, chunks.size_classes))
     keys = chunks.keys.tolist() if len(state.index) else []
     known = np.array(state.index.find(keys), np.int64) if keys else np.zeros(len(chunks), np.int64)
-    before, above = _parents(state, tier, chunks, known)
-    rows = _newest_first(before)
+    parent_rows, parent_nodes = _parents(state, tier, chunks, known)
+    rows = _newest_first(parent_rows)
     shared = rows[known[rows] > 0]
     _check(state, tier, [chunks[row] for row in shared.tolist()])
     state.pools[tier].claim(chunks.slots[rows[::-1]], chunks.size_classes[rows[::-1]])  # the newest last
-    nodes = _enter(state, tier, rows, chunks, known, before, above)
+    nodes = _enter(state, tier, rows, chunks, known, parent_rows, parent_nodes)
     if state.log.on:
         state.log.recovered(state.tier_names[tier], chunks.where(rows[known[rows] == 0]))
         state.log.arrived(state.index, state.tier_names, known[shared].tolist(), tier)
@@ -80,17 +80,19 @@ def _parents(
     The node is `ORPHANS` for orphans. A chunk with a parent of another size is lost.
     """
     index, count, size_classes = state.index, len(found), found.size_classes
-    before = np.where(found.has_parent, _positions(found.keys, found.parents), _TOP)
-    inside = before >= 0
-    before[inside] = np.where(size_classes[before[inside]] == size_classes[inside], before[inside], _LOST)
-    above = np.full(count, ROOT, np.int32)
-    for row in np.flatnonzero(~inside & (before == _LOST)).tolist():
+    parent_rows = np.where(found.has_parent, _positions(found.keys, found.parents), _TOP)
+    inside = parent_rows >= 0
+    parent_rows[inside] = np.where(
+        size_classes[parent_rows[inside]] == size_classes[inside], parent_rows[inside], _LOST
+    )
+    parent_nodes = np.full(count, ROOT, np.int32)
+    for row in np.flatnonzero(~inside & (parent_rows == _LOST)).tolist():
         node = index.get(bytes(found.parents[row]))
         accepted = not node or index.accepts(node, tier)
         if (node and index.size_class_of(node) != size_classes[row]) or (not accepted and known[row]):
             continue
-        before[row], above[row] = _TOP, node if node and accepted else ORPHANS
-    return before, above
+        parent_rows[row], parent_nodes[row] = _TOP, node if node and accepted else ORPHANS
+    return parent_rows, parent_nodes
 
 
 def _positions(keys: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> _Numbers:
@@ -154,20 +156,20 @@ def _enter(
     rows: _Numbers,
     found: StoredChunks,
     known: _Numbers,
-    before: _Numbers,
-    above: npt.NDArray[np.int32],
+    parent_rows: _Numbers,
+    parent_nodes: npt.NDArray[np.int32],
 ) -> list[int]:
     """Nodes of the chunks at `rows`, parents first, each with its copy."""
     index, new, slots = state.index, rows[known[rows] == 0], found.slots.astype(np.int32)
     shared = rows[known[rows] > 0]
     index.add_copies(known[shared].tolist(), tier, slots[shared].tolist())
     index.mark_loadable(known[shared].tolist())
-    place, parent = np.full(len(found) + 2, -1), before[new]  # position among the new chunks
+    place, parent = np.full(len(found) + 2, -1), parent_rows[new]  # position among the new chunks
     place[new] = np.arange(len(new))
-    outside = np.where(parent >= 0, np.append(known, [ROOT, ROOT])[parent], above[new]).astype(np.int32)
+    outside = np.where(parent >= 0, np.append(known, [ROOT, ROOT])[parent], parent_nodes[new]).astype(np.int32)
     nodes = known.copy()
     nodes[new] = index.link_trees(found.keys[new], place[parent], outside, tier, slots[new])
-    for row in new[above[new] == ORPHANS].tolist():
+    for row in new[parent_nodes[new] == ORPHANS].tolist():
         index.add_orphan(int(nodes[row]), bytes(found.parents[row]))
     adopted: list[int] = nodes[rows].tolist()
     if index.orphans and (adrift := [node for node in adopted if index.depth[node] < 0]):

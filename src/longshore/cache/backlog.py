@@ -109,8 +109,8 @@ class Backlog:
             becomes = (due == _waiting(tier)).nonzero()[0]
             self.counts[tier] += len(becomes) - int(np.count_nonzero(was == _waiting(tier)))
             if len(becomes):
-                above = i32_view(self._index.parent)[ids[becomes]]
-                queued = becomes[self._are_safe_below(above, tier)]
+                parents = i32_view(self._index.parent)[ids[becomes]]
+                queued = becomes[self._are_safe_below(parents, tier)]
                 due[queued] += 1
                 self._linked.extend(_list(tier), ids[queued])
         u8_view(self._mark)[ids] = due
@@ -119,9 +119,9 @@ class Backlog:
 
     def backed_up(self, nodes: Nodes, tier: int) -> None:
         """`nodes` have become ready in `tier`: queue their dirty children in warmer tiers."""
-        behind, mark = self._index.all_children(nodes), u8_view(self._mark)
+        children, mark = self._index.all_children(nodes), u8_view(self._mark)
         for warmer in range(tier):
-            may_follow = behind[mark[behind] == _waiting(warmer)]
+            may_follow = children[mark[children] == _waiting(warmer)]
             mark[may_follow] += 1
             self._linked.extend(_list(warmer), may_follow)
 
@@ -242,16 +242,16 @@ class Backlog:
         child, older, mark, waiting = self._index.child, self._index.older, self._mark, _waiting(tier)
         head = self._linked.first(_list(tier))
         while head != _list(tier) and len(chosen) < wanted:
-            node, behind = head, list[int]()
+            node, branches = head, list[int]()
             while node and len(chosen) < wanted:
                 chosen.append(node)
                 node = child[node]
                 while node and (older[node] or mark[node] != waiting):  # continue with an only child that waits
                     if mark[node] == waiting:
-                        behind.append(node)
+                        branches.append(node)
                     node = older[node]
-                if not node and behind:
-                    node = behind.pop()
+                if not node and branches:
+                    node = branches.pop()
             head = self._linked.after[head]
         return chosen
 

@@ -144,7 +144,7 @@ class EventLog:
         self.on = limit > 0
         """Whether anything is recorded."""
         self.now = 0.0
-        self.by: Key | None = None
+        self.evicted_for: Key | None = None
         """The chunk that room is being made for."""
         self.hidden: Key | None = None
         """A chunk of which nothing is recorded."""
@@ -185,17 +185,17 @@ class EventLog:
     def lost(self, index: Nodes, names: Sequence[str], node: int, tier: int, cause: str) -> None:
         """A copy of `node` is being removed from `tier` for `cause`, or failed to be written."""
         kind = EventKind.REMOVED if index.is_ready(node, tier) else EventKind.FAILED
-        by = self.by if cause == EVICTED else None
+        by = self.evicted_for if cause == EVICTED else None
         self.record(kind, [index.key[node]], tier=names[tier], cause=cause, by=by)
 
     def loaded(
-        self, asked: Iterable[tuple[str | None, Sequence[Key]]], arrived: int, misses: Sequence[MissReason]
+        self, asked: Iterable[tuple[str | None, Sequence[Key]]], loaded_chunks: int, misses: Sequence[MissReason]
     ) -> None:
-        """How far what requests `asked` for came onto the device: the first `arrived` of all their keys."""
+        """How far what requests `asked` for came onto the device: the first `loaded_chunks` of all their keys."""
         causes = iter(misses)
         for request, keys in asked:
-            length = min(arrived, len(keys))
-            arrived -= length
+            length = min(loaded_chunks, len(keys))
+            loaded_chunks -= length
             cause = next(causes, MissReason.AFTER_MISS).value if length < len(keys) else ""
             self.record(EventKind.LOADED, request=request, keys=tuple(keys), length=length, cause=cause)
             if length < len(keys):

@@ -49,8 +49,8 @@ from longshore.errors import CapacityError, IntegrityError
 
 Mask = npt.NDArray[np.bool_]
 
-_AHEAD, _MOST_AHEAD = 256, 64
-"""Evict 1/`_AHEAD` of the tier more than asked, at most `_MOST_AHEAD` chunks, to amortise the cost of a call."""
+_AHEAD_SHARE, _MOST_AHEAD = 256, 64
+"""Evict 1/`_AHEAD_SHARE` of the tier more than asked, at most `_MOST_AHEAD` chunks, to amortise the cost of a call."""
 
 _ROUNDS = 4
 """Upper bound of rounds per chunk of a tier: each round evicts or holds a chunk, and may release others."""
@@ -84,7 +84,7 @@ class Evictor:
 
     # ------------------------------------------------------------------ room
 
-    def make_room(self, tier: int, count: int, size_class: int, *, spare_dirty: bool, ahead: bool = True) -> int:
+    def make_room(self, tier: int, count: int, size_class: int, *, clean_only: bool, ahead: bool = True) -> int:
         """Evict until `tier` has `count` free slots of `size_class` or nothing can be evicted; returns how many it has.
 
         With `ahead`, a few more are freed than asked for.
@@ -94,19 +94,19 @@ class Evictor:
         if missing <= 0:
             return count
         if isinstance(slots, SlabPool):
-            self._reclaim_slabs(tier, slots, {size_class: count}, spare_dirty=spare_dirty)
+            self._reclaim_slabs(tier, slots, {size_class: count}, clean_only=clean_only)
         else:
-            missing += min(_MOST_AHEAD, slots.capacity // _AHEAD) if ahead else 0
-            self.evict(tier, missing, spare_dirty=spare_dirty)
+            missing += min(_MOST_AHEAD, slots.capacity // _AHEAD_SHARE) if ahead else 0
+            self.evict(tier, missing, clean_only=clean_only)
         return min(count, slots.room(size_class))
 
-    def room_for(self, tier: int, nodes: Sequence[int], *, spare_dirty: bool) -> int:
+    def room_for(self, tier: int, nodes: Sequence[int], *, clean_only: bool) -> int:
         """Make room for copies of `nodes`, of any size classes, in `tier`; returns for how many leading ones."""
         slots = self._state.pools[tier]
         if not isinstance(slots, SlabPool):
-            return self.make_room(tier, len(nodes), 0, spare_dirty=spare_dirty)
+            return self.make_room(tier, len(nodes), 0, clean_only=clean_only)
         size_classes = [self._state.index.size_class_of(node) for node in nodes]
-        self._reclaim_slabs(tier, slots, Counter(size_classes), spare_dirty=spare_dirty)
+        self._reclaim_slabs(tier, slots, Counter(size_classes), clean_only=clean_only)
         return slots.leading(size_classes)
 
     def discard(self, keys: Sequence[Key], tier: int) -> int:
@@ -125,14 +125,14 @@ class Evictor:
         """
         pool, index = self._state.pools[tier], self._state.index
         first = max(0, slots) * pool.slabs.stride
-        above = [node for node in pool.node[first:] if node] if discard else []
-        going = set(above)
-        if not all(self.can_evict(node, tier, going) for node in above):
-            what = f"the {len(above)} chunks from slot {slots} on: some are in use"
+        removed = [node for node in pool.node[first:] if node] if discard else []
+        going = set(removed)
+        if not all(self.can_evict(node, tier, going) for node in removed):
+            what = f"the {len(removed)} chunks from slot {slots} on: some are in use"
             raise CapacityError(f"{pool.where}cannot remove {what}")
         if slots < 0 or DRAINING in pool.state[first:]:
             pool.resize(slots)  # raises the error
-        for node in sorted(above, key=lambda node: -index.depth[node]):
+        for node in sorted(removed, key=lambda node: -index.depth[node]):
             self._state.remove_copy(node, tier, cause="discarded")
         pool.resize(slots)
         index.resize()
@@ -143,16 +143,16 @@ class Evictor:
 
     # ------------------------------------------------------------------ in policy order
 
-    def evict(self, tier: int, count: int, size_class: int = 0, *, spare_dirty: bool) -> int:
+    def evict(self, tier: int, count: int, size_class: int = 0, *, clean_only: bool) -> int:
         """Evict at most `count` copies of `size_class` from `tier`, in policy order; returns how many.
 
-        With `spare_dirty`, copies that are to be copied down first are not evicted. Chunks that the policy ranks and
+        With `clean_only`, copies that are to be copied down first are not evicted. Chunks that the policy ranks and
         only warmer tiers have are rejected then, and count: no copy of them needs room.
         """
         policy, gone = self._state.policy_of(tier, size_class), 0
         rounds = _ROUNDS * len(policy) + _AT_LEAST
         ahead, done = list[int](), 0  # victims named and not yet processed; how many the last round processed
-        held, most_held = 0, _MOST_HELD if spare_dirty and 0 < tier == self._state.coldest else math.inf
+        held, most_held = 0, _MOST_HELD if clean_only and 0 < tier == self._state.coldest else math.inf
         while gone < count:
             if held > most_held:
                 self._state.changes += 1  # so that backups are ordered again
@@ -160,18 +160,18 @@ class Evictor:
             left = count - gone
             ahead = ahead or policy.next_victims(min(max(left + min(left, _AT_LEAST), 2 * done), _AT_FIRST))
             priority = self._state.priorities.of(ahead[0]) if ahead else HIGHEST_PRIORITY
-            if not spare_dirty and (some := self._evict_passed_over(tier, left, size_class, priority)):
+            if not clean_only and (some := self._evict_passed_over(tier, left, size_class, priority)):
                 gone, ahead = gone + some, []
                 continue
-            if not ahead or (spare_dirty and self._is_lower_waiting(tier, size_class, priority)):
+            if not ahead or (clean_only and self._is_lower_waiting(tier, size_class, priority)):
                 break
             rounds -= 1
             if rounds < 0:
                 raise IntegrityError(f"{self._state.pools[tier].where}the policy names the same victims repeatedly")
-            free, kept, ahead, unclear = self._evict_batch(ahead, tier, size_class, left, spare_dirty=spare_dirty)
+            free, kept, ahead, unclear = self._evict_batch(ahead, tier, size_class, left, clean_only=clean_only)
             gone, held, done = gone + free, held + kept, free + kept
             if unclear:
-                gone += self._evict_few(tier, min(unclear, left, _AT_LEAST), size_class, spare_dirty=spare_dirty)
+                gone += self._evict_few(tier, min(unclear, left, _AT_LEAST), size_class, clean_only=clean_only)
         return gone
 
     def can_evict(self, node: int, tier: int, going: Collection[int] = ()) -> bool:
@@ -184,41 +184,41 @@ class Evictor:
             return False
         if self._is_retained_in_host(node, tier):
             return False
-        above = index.other_coldest_tier(node, tier)
-        last = above < 0 or not any(index.is_ready(node, t) for t in index.tiers if t != tier)
-        if last and (above >= 0 or state.is_referenced(node)):
+        other = index.other_coldest_tier(node, tier)
+        last = other < 0 or not any(index.is_ready(node, t) for t in index.tiers if t != tier)
+        if last and (other >= 0 or state.is_referenced(node)):
             return False
-        if above >= tier or not index.num_children[above + 1][node]:
+        if other >= tier or not index.num_children[other + 1][node]:
             return True
         return bool(going) and all(
-            index.other_coldest_tier(child, tier) <= above and (child in going or index.slot[tier][child] < 0)
+            index.other_coldest_tier(child, tier) <= other and (child in going or index.slot[tier][child] < 0)
             for child in index.children(node)
         )
 
     def _is_retained_in_host(self, node: int, tier: int) -> bool:
         return tier == 0 and (bool(self._state.protected[node]) or node in self._state.retained_in_host)
 
-    def _evict_few(self, tier: int, count: int, size_class: int, *, spare_dirty: bool) -> int:
+    def _evict_few(self, tier: int, count: int, size_class: int, *, clean_only: bool) -> int:
         """Evict at most `count` of the next victims, one by one; returns how many."""
         policy, gone = self._state.policy_of(tier, size_class), 0
         for _ in range(count):
             node = policy.victim()
             if not node:
                 break
-            if self.can_evict(node, tier) and not self._pass_over(node, tier, size_class, spare_dirty=spare_dirty):
-                self._drop(node, tier)
+            if self.can_evict(node, tier) and not self._pass_over(node, tier, size_class, clean_only=clean_only):
+                self._evict_one(node, tier)
                 gone += 1
             else:
                 policy.hold(node)
                 if self._state.priorities.used and self._is_being_copied_down(node, tier):
                     self._remember((node,), tier, size_class)
-                if spare_dirty and self._state.coldest_ranks_all and tier == self._state.coldest:
+                if clean_only and self._state.coldest_ranks_all and tier == self._state.coldest:
                     _, rejected, freed = self._reject((node,), 1)
                     policy.release(freed)
                     gone += rejected
         return gone
 
-    def _drop(self, node: int, tier: int) -> None:
+    def _evict_one(self, node: int, tier: int) -> None:
         self._state.remove_copy(node, tier, cause=EVICTED)
         self._state.counters.evictions[self._state.tiers[tier].name] += 1
 
@@ -240,18 +240,18 @@ class Evictor:
             here = node if may[position] and not needed[node] else ROOT
             while here and not freed:
                 rejected.append(here)
-                below, above, here = here, parent[here], ROOT
-                needed[above] -= 1
-                if above not in seen:
-                    if not policy.is_held(above):
+                child, ancestor, here = here, parent[here], ROOT
+                needed[ancestor] -= 1
+                if ancestor not in seen:
+                    if not policy.is_held(ancestor):
                         break
-                    seen.add(above)
-                    needed[above] += sum(not waits(child) for child in state.index.children(above))
-                may_follow = len(rejected) < most and not needed[above] and policy.victims_after(below, (above,))
-                if may_follow and self._may_be_rejected(as_i32((above,)))[0]:
-                    here = above
+                    seen.add(ancestor)
+                    needed[ancestor] += sum(not waits(child) for child in state.index.children(ancestor))
+                may_follow = len(rejected) < most and not needed[ancestor] and policy.victims_after(child, (ancestor,))
+                if may_follow and self._may_be_rejected(as_i32((ancestor,)))[0]:
+                    here = ancestor
                 else:
-                    freed.append(above)
+                    freed.append(ancestor)
             if freed or len(rejected) == most:
                 break
         state.reject(rejected)
@@ -326,7 +326,7 @@ class Evictor:
                 # A chunk that is back in a warmer tier is spared: its children there may be copied down soon.
                 may = bool(node) and self._is_passed_over(node, tier, size_class) and not self._is_warmer(node, tier)
                 if may and self.can_evict(node, tier):
-                    self._drop(node, tier)
+                    self._evict_one(node, tier)
                     gone += 1
                 elif self._state.priorities.used and self._is_waiting(node, tier, size_class, each):
                     waiting.append(key)
@@ -335,16 +335,16 @@ class Evictor:
                 queue.move_to_end(key, last=False)
         return gone
 
-    def is_spared(self, node: int, tier: int, *, spare_dirty: bool) -> bool:
-        """Whether to keep a copy without a backup: with `spare_dirty`, or if a warmer tier would write it again."""
-        return self._is_warmer(node, tier) or (spare_dirty and self._state.backlog.is_dirty(node, tier))
+    def is_spared(self, node: int, tier: int, *, clean_only: bool) -> bool:
+        """Whether to keep a copy without a backup: with `clean_only`, or if a warmer tier would write it again."""
+        return self._is_warmer(node, tier) or (clean_only and self._state.backlog.is_dirty(node, tier))
 
     def _is_warmer(self, node: int, tier: int) -> bool:
         return 0 <= self._state.index.other_coldest_tier(node, tier) < tier
 
-    def _pass_over(self, node: int, tier: int, size_class: int, *, spare_dirty: bool) -> bool:
+    def _pass_over(self, node: int, tier: int, size_class: int, *, clean_only: bool) -> bool:
         """Whether `node` is spared; records it if it is dirty."""
-        if not self.is_spared(node, tier, spare_dirty=spare_dirty):
+        if not self.is_spared(node, tier, clean_only=clean_only):
             return False
         if not self._is_warmer(node, tier):
             self._remember((node,), tier, size_class)
@@ -356,7 +356,7 @@ class Evictor:
     # ------------------------------------------------------------------ in batches
 
     def _evict_batch(
-        self, nodes: list[int], tier: int, size_class: int, most: int, *, spare_dirty: bool
+        self, nodes: list[int], tier: int, size_class: int, most: int, *, clean_only: bool
     ) -> tuple[int, int, list[int], int]:
         """Evict or reject at most `most` of the victims `nodes`, and hold those between them: the leading ones up to
         sole copies that may be evicted; or these.
@@ -366,9 +366,9 @@ class Evictor:
         """
         state, policy, ids = self._state, self._state.policy_of(tier, size_class), as_i32(nodes)
         (safe, sole), clean = self._classify(ids, tier), state.backlog.are_clean(ids)
-        if run := count_leading(~sole | ~clean if spare_dirty else ~sole):
+        if run := count_leading(~sole | ~clean if clean_only else ~sole):
             if state.coldest_ranks_all and tier == state.coldest:
-                run, rejected, freed = self._reject(nodes[:run], most) if spare_dirty else (run, 0, [])
+                run, rejected, freed = self._reject(nodes[:run], most) if clean_only else (run, 0, [])
                 policy.hold_victims(nodes[:run])
                 policy.release(freed)
                 return rejected, max(0, run - rejected), [] if freed else nodes[run:], 0
@@ -428,15 +428,15 @@ class Evictor:
         A node can be evicted if it has no child, or only the victim before it.
         """
         index = self._state.index
-        parents, below = i32_view(index.parent)[ids], i32_view(index.num_children[0])[ids]
-        behind = np.zeros(len(ids), bool)
-        np.equal(parents[:-1], ids[1:], out=behind[1:])
+        parents, num_children = i32_view(index.parent)[ids], i32_view(index.num_children[0])[ids]
+        has_child_before = np.zeros(len(ids), bool)
+        np.equal(parents[:-1], ids[1:], out=has_child_before[1:])
         idle = self._evictable_sole(ids, tier)
-        free = count_leading(idle & (below <= behind))
+        free = count_leading(idle & (num_children <= has_child_before))
         if not free:
-            return [], count_leading(~idle | (below > 0))
+            return [], count_leading(~idle | (num_children > 0))
         tops = parents[:free] > ORPHANS
-        tops[:-1] &= ~behind[1:free]
+        tops[:-1] &= ~has_child_before[1:free]
         return self._with_freed(nodes[:free], tops.nonzero()[0].tolist(), tier, policy, most), 0
 
     def _with_freed(
@@ -452,13 +452,13 @@ class Evictor:
         """The number of children left, of nodes that lose some."""
         begin = 0
         for top in tops:
-            above = parent[nodes[top]]
-            left[above] = left.get(above, reach[above]) - 1
-            if left[above] or not is_held(above):
+            ancestor = parent[nodes[top]]
+            left[ancestor] = left.get(ancestor, reach[ancestor]) - 1
+            if left[ancestor] or not is_held(ancestor):
                 continue
             going += nodes[begin : top + 1]
             begin = top + 1
-            chain = self._held_chain(above, tier, policy, left, most - len(going))
+            chain = self._held_chain(ancestor, tier, policy, left, most - len(going))
             follow = policy.victims_after(nodes[top], chain)
             going += chain[:follow]
             if len(going) >= most or follow < len(chain) or tier < self._state.coldest:
@@ -518,8 +518,8 @@ class Evictor:
             if left.get(node, reach[node]) > 1:
                 break
         del chain[count_leading(self._evictable_sole(as_i32(chain), tier)) :]
-        above = parent[chain[-1]]
-        left[above] = left.get(above, reach[above]) - 1
+        ancestor = parent[chain[-1]]
+        left[ancestor] = left.get(ancestor, reach[ancestor]) - 1
         return chain
 
     def _evictable_sole(self, nodes: npt.NDArray[np.int32], tier: int) -> Mask:
@@ -549,33 +549,33 @@ class Evictor:
 
     # ------------------------------------------------------------------ slabs
 
-    def _reclaim_slabs(self, tier: int, slots: SlabPool, wanted: Mapping[int, int], *, spare_dirty: bool) -> None:
+    def _reclaim_slabs(self, tier: int, slots: SlabPool, wanted: Mapping[int, int], *, clean_only: bool) -> None:
         """Evict until `tier` has free slots as `wanted`, by size class, or nothing can be evicted."""
         for _ in range(sum(wanted.values())):  # a slab reclaimed for one size may be missing for another
             size_class, missing = slots.shortage(wanted)
             if not missing:
                 break
-            if self._reclaim_one(tier, slots, size_class, slots.last_use(size_class), spare_dirty=spare_dirty):
+            if self._reclaim_one(tier, slots, size_class, slots.last_use(size_class), clean_only=clean_only):
                 continue
             several = min(missing, slots.slabs.images[size_class])
-            if self.evict(tier, several, size_class, spare_dirty=spare_dirty):
+            if self.evict(tier, several, size_class, clean_only=clean_only):
                 continue
-            if not self._reclaim_one(tier, slots, size_class, math.inf, spare_dirty=spare_dirty):
+            if not self._reclaim_one(tier, slots, size_class, math.inf, clean_only=clean_only):
                 break
 
-    def _reclaim_one(self, tier: int, slots: SlabPool, size_class: int, before: float, *, spare_dirty: bool) -> bool:
+    def _reclaim_one(self, tier: int, slots: SlabPool, size_class: int, before: float, *, clean_only: bool) -> bool:
         """Reclaim a slab of another size that was last used before `before`; returns whether there was one."""
         state = self._state
         going: list[int] = []
         for slab, used in islice(slots.slabs_of_others(size_class), _SLABS_EXAMINED):
-            if used >= before or (going := self._slab_victims(tier, slots, slab, spare_dirty=spare_dirty)):
+            if used >= before or (going := self._slab_victims(tier, slots, slab, clean_only=clean_only)):
                 break
         for node in sorted(going, key=lambda node: -state.index.depth[node]):
             state.remove_copy(node, tier, cause=EVICTED)
         state.counters.evictions[state.tier_names[tier]] += len(going)
         return bool(going)
 
-    def _slab_victims(self, tier: int, slots: SlabPool, slab: int, *, spare_dirty: bool) -> list[int]:
+    def _slab_victims(self, tier: int, slots: SlabPool, slab: int, *, clean_only: bool) -> list[int]:
         """All nodes to evict to empty `slab`; none if it cannot be emptied."""
         index = self._state.index
         inside = slots.contents(slab)
@@ -592,7 +592,7 @@ class Evictor:
             if len(going) > len(inside) + _EVICTED_WITH_SLAB:
                 return []
         if all(
-            self.can_evict(node, tier, going) and not self.is_spared(node, tier, spare_dirty=spare_dirty)
+            self.can_evict(node, tier, going) and not self.is_spared(node, tier, clean_only=clean_only)
             for node in going
         ):
             return list(going)

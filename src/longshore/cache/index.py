@@ -155,9 +155,9 @@ class Index(Nodes):
 
     def check_independent(self, nodes: npt.NDArray[np.int32]) -> None:
         """Raise `CacheError` if one of `nodes` is the child of another."""
-        behind = nodes[i32_view(self.parent)[nodes] != ROOT].tolist()
-        if behind:
-            name = self.key[behind[0]].hex()[:12]
+        children = nodes[i32_view(self.parent)[nodes] != ROOT].tolist()
+        if children:
+            name = self.key[children[0]].hex()[:12]
             raise CacheError(f"expected independent chunks, got {name}, which is the child of another chunk")
 
     def check_link(self, keys: Sequence[Key], position: int) -> int:
@@ -215,26 +215,27 @@ class Index(Nodes):
     def link_trees(
         self,
         keys: npt.NDArray[Any],
-        before: npt.NDArray[np.int64],
-        above: npt.NDArray[np.int32],
+        parent_rows: npt.NDArray[np.int64],
+        parent_nodes: npt.NDArray[np.int32],
         tier: int,
         slots: npt.NDArray[np.int32],
     ) -> npt.NDArray[np.int32]:
         """New nodes for `keys`, a forest of paths, parents first, in `slots` of `tier`, which are ready.
 
-        Each follows the key at position `before`, int64, shape `(len(keys),)`; or, where that is -1, the node `above`,
-        int32 and of the same shape, which accepts it. The caller has checked that all keys are new and distinct.
+        Each follows the key at position `parent_rows`, int64, shape `(len(keys),)`; or, where that is -1, the node
+        `parent_nodes`, int32 and of the same shape, which accepts it. The caller has checked that all keys are new
+        and distinct.
         """
         nodes = self._numbers(len(keys))
         if not len(nodes):
             return nodes
         self._enter(keys, nodes, tier, slots)
-        parents = np.where(before >= 0, nodes[before], above)
+        parents = np.where(parent_rows >= 0, nodes[parent_rows], parent_nodes)
         self._tree.link_trees(parents, nodes)
         for reach in self.num_children[: tier + 1]:
             np.add.at(i32_view(reach), parents, 1)
         # Steps up to the first of its path, and that one's position, by pointer doubling.
-        up, steps = np.where(before >= 0, before, np.arange(len(nodes))), (before >= 0).astype(np.int32)
+        up, steps = np.where(parent_rows >= 0, parent_rows, np.arange(len(nodes))), (parent_rows >= 0).astype(np.int32)
         while steps.any() and not np.array_equal(above_up := up[up], up):
             steps += steps[up]
             up = above_up
@@ -287,14 +288,14 @@ class Index(Nodes):
         parents that have lost a child, each once.
         """
         self.key.remove(nodes.tolist())
-        above = i32_view(self.parent)[nodes]
+        parent_nodes = i32_view(self.parent)[nodes]
         tops = np.ones(len(nodes), bool)
-        np.not_equal(above[:-1], nodes[1:], out=tops[:-1])
+        np.not_equal(parent_nodes[:-1], nodes[1:], out=tops[:-1])
         if self.orphans:
-            for node in nodes[above == ORPHANS].tolist():
+            for node in nodes[parent_nodes == ORPHANS].tolist():
                 self._remove_orphan(node)
         parents: dict[int, None] = {}
-        for eldest, youngest, parent, count in self._tree.siblings(nodes[tops], above[tops]):
+        for eldest, youngest, parent, count in self._tree.siblings(nodes[tops], parent_nodes[tops]):
             for reach in self.num_children[: tier + 1]:
                 reach[parent] -= count
             self._tree.unlink_siblings(eldest, youngest, parent)
@@ -386,8 +387,8 @@ class Index(Nodes):
 
     def _are_last(self, nodes: npt.NDArray[np.int32]) -> bool:
         """Whether `nodes` have no children, and all their parents are loadable."""
-        above = i32_view(self.parent)[nodes]
-        return bool(u8_view(self.loadable)[above].all() and not i32_view(self._tree.child)[nodes].any())
+        parents = i32_view(self.parent)[nodes]
+        return bool(u8_view(self.loadable)[parents].all() and not i32_view(self._tree.child)[nodes].any())
 
     def orphaned_by(self, node: int, left: int) -> list[tuple[int, int]]:
         """Copies (node, tier) of descendants that can no longer be loaded when `left` is the coldest tier of `node`.
@@ -507,11 +508,11 @@ class Residency:
         """Look up `keys`; `pool` is that of the host tier. Raises `CacheError` for a key that is not bytes."""
         nodes = index.key.find_all(keys)
         loadable = u8_view(index.loadable)[nodes] != 0
-        found = np.where(loadable, np.where(index.are_ready(nodes, 0), _HOST, _COLDER), _IN_FLIGHT)
-        found[nodes == ROOT] = _ABSENT
-        if (found == _HOST).all():
+        presences = np.where(loadable, np.where(index.are_ready(nodes, 0), _HOST, _COLDER), _IN_FLIGHT)
+        presences[nodes == ROOT] = _ABSENT
+        if (presences == _HOST).all():
             return cls(keys, [Presence.HOST] * len(keys), nodes, index, pool, index.removed)
-        return cls(keys, [_PRESENCES[each] for each in found.tolist()], nodes, index, pool, index.removed)
+        return cls(keys, [_PRESENCES[each] for each in presences.tolist()], nodes, index, pool, index.removed)
 
 
 def nodes_of(index: Index, keys: Sequence[Key] | Residency) -> tuple[Sequence[Key], I32]:

@@ -5,7 +5,8 @@ best effort       not at all                            when the lease is releas
 wait              until all have arrived; `load_timeout`  the same
 timeout           the same, at most `timeout` seconds   when the lease is released, or after `timeout`
 
-Where a prefetch that is waited for lacks clean room, it schedules backups. Such prefetches get room in order:
+Where a prefetch that is waited for lacks room, evicting clean chunks only, it schedules backups. Such prefetches get
+room in order:
 
     the first that lacks room    gets the room made; its chunks in the host tier are kept until it is over
     those after it               schedule nothing yet
@@ -74,27 +75,27 @@ class Loader:
     ) -> Load:
         """Load the leading chunks of a leased path into device `blocks`, as far as the host tier has room.
 
-        `skip` sub-blocks of the first chunk are left out, and of the last block all but `tokens` tokens. The load ends
+        `skip` blocks of the first chunk are left out, and of the last block all but `tokens` tokens. The load ends
         after `timeout` seconds.
         """
         state, per_chunk = self._state, self._transfers.settings.blocks_per_chunk
         keys, tail, leased = chunks.keys[: -(-(skip + len(blocks)) // per_chunk)], chunks.refs[0].node, len(chunks.keys)
         first_block = chunks.positions[0] * per_chunk + skip
-        load, wait = self._begin(timeout)
+        load, waiter = self._begin(timeout)
         path = state.index.path(tail, leased)[leased - len(keys) :][::-1] if tail else state.index.loadable_nodes(keys)
         tiers, slots, in_host = self._claim(load, path, keys)
         path = path[: len(tiers)]
         load.not_scheduled += [state.miss_reason(key) for key in keys[len(path) + len(load.not_scheduled) :]]
-        above = state.index.parent_keys(path[:1])[0] if path else None
+        parent_key = state.index.parent_keys(path[:1])[0] if path else None
         for start, end in _batches(in_host, len(path)):
             here = slice(start, end)
-            parents = [above, *keys[start : end - 1]]
+            parents = [parent_key, *keys[start : end - 1]]
             batch = Batch(path[here], keys[here], parents, tiers[here], slots[here], in_host=end <= in_host)
-            above = keys[end - 1]
+            parent_key = keys[end - 1]
             taken = min(len(blocks), len(batch.nodes) * per_chunk - first_block % per_chunk)
             sections = (Section(chunks.group, first_block, tuple(blocks[:taken])),)
             last = tokens if end == len(keys) else None
-            self._schedule_batch(load, wait, batch, sections, by_layer=by_layer, tokens=last)
+            self._schedule_batch(load, waiter, batch, sections, by_layer=by_layer, tokens=last)
             blocks, first_block = blocks[taken:], first_block + taken
         return load
 
@@ -113,21 +114,21 @@ class Loader:
         nothing is loaded.
         """
         state = self._state
-        load, wait = self._begin(timeout, is_whole=True)
+        load, waiter = self._begin(timeout, is_whole=True)
         if len(nodes) < len(keys):
             load.not_scheduled = [state.miss_reason(key) for key in keys]
             return load
         tiers, slots, in_host = self._claim(load, nodes, keys)
         if tiers:
             batch = Batch(nodes, keys, state.index.parent_keys(nodes), tiers, slots, in_host=in_host == len(nodes))
-            self._schedule_batch(load, wait, batch, tuple(sections), by_layer=by_layer)
+            self._schedule_batch(load, waiter, batch, tuple(sections), by_layer=by_layer)
         return load
 
     def _begin(self, timeout: float, *, is_whole: bool = False) -> tuple[Load, Waiter]:
         load = Load(self._transfers.new_id(), began=self._transfers.now, is_whole=is_whole)
-        wait = Waiter(load.wait, self._transfers.now + timeout, load, blocks_request=True)
-        self._transfers.waits.begin(wait)
-        return load, wait
+        waiter = Waiter(load.waiter, self._transfers.now + timeout, load, blocks_request=True)
+        self._transfers.waiters.begin(waiter)
+        return load, waiter
 
     def lease_slots(
         self,
@@ -184,10 +185,10 @@ class Loader:
         """
         tiers, slots, in_host = self._add_readers(path)
         colder = [i for i, tier in enumerate(tiers) if tier]
-        self._state.log.by = keys[colder[0]] if colder else None
+        self._state.log.evicted_for = keys[colder[0]] if colder else None
         lacking, evictor = [path[i] for i in colder], self._transfers.evictor
-        if (room := evictor.room_for(0, lacking, spare_dirty=True)) < len(colder):
-            room = evictor.room_for(0, lacking, spare_dirty=False)
+        if (room := evictor.room_for(0, lacking, clean_only=True)) < len(colder):
+            room = evictor.room_for(0, lacking, clean_only=False)
         if room < len(colder):
             cut = 0 if load.is_whole else colder[room]
             self._cut(load, tiers[cut:], slots[cut:])
@@ -203,7 +204,7 @@ class Loader:
     def _schedule_batch(
         self,
         load: Load,
-        wait: Waiter,
+        waiter: Waiter,
         batch: Batch,
         sections: tuple[Section, ...],
         *,
@@ -230,9 +231,9 @@ class Loader:
                 TierSlots(0, in_host),
                 None,
                 sections=sections,
-                after=self._transfers.join(wait, in_host),
+                after=self._transfers.join(waiter, in_host),
                 load=load,
-                deadline=wait.deadline,
+                deadline=waiter.deadline,
                 by_layer=by_layer,
                 tokens=tokens,
             )
@@ -248,7 +249,7 @@ class Prefetcher:
         self._offloader = offloader
         self._leases = leases
         self.queue: dict[int, tuple[LeaseRecord, Waiter]] = {}
-        """Prefetches that requests wait for, oldest first, by number of the wait, until the lease is released."""
+        """Prefetches that requests wait for, oldest first, by number of the waiter, until the lease is released."""
         self._is_new = False
         """Whether the queue has changed since the last `proceed`."""
         self._seen = 0
@@ -266,28 +267,30 @@ class Prefetcher:
     def prefetch(self, record: LeaseRecord, policy: PrefetchPolicy, timeout: float) -> Waiter:
         """Prefetch the chunks of `record` that are not in the host tier; ends the wait of an earlier prefetch."""
         blocks_request = policy is not PrefetchPolicy.BEST_EFFORT
-        former, wait = (
+        former, waiter = (
             record.prefetch,
             Waiter(self._transfers.new_id(), self._transfers.now + timeout, blocks_request=blocks_request),
         )
         self._schedule(
-            record, wait, waits_its_turn=blocks_request and any(before.lacks_room for _, before in self.queue.values())
+            record,
+            waiter,
+            waits_its_turn=blocks_request and any(each.lacks_room for _, each in self.queue.values()),
         )
-        record.prefetch = wait
+        record.prefetch = waiter
         if former is not None:
             self.cancel(former)
-        if blocks_request and (wait.lacks_room or wait.jobs):
-            if not any(before.lacks_room for _, before in self.queue.values()):
+        if blocks_request and (waiter.lacks_room or waiter.jobs):
+            if not any(each.lacks_room for _, each in self.queue.values()):
                 self._state.retain_in_host(self._state.retained_in_host.union(self._path(record)))
-            self.queue[wait.number] = record, wait
+            self.queue[waiter.number] = record, waiter
             self._is_new = True
             self.proceed()
-        return wait
+        return waiter
 
-    def cancel(self, wait: Waiter) -> None:
+    def cancel(self, waiter: Waiter) -> None:
         """End the wait of a request."""
-        self._transfers.cancel_wait(wait)
-        if self.queue.pop(wait.number, None) is not None:
+        self._transfers.cancel_wait(waiter)
+        if self.queue.pop(waiter.number, None) is not None:
             self._is_new = True
             self.proceed()
 
@@ -301,67 +304,67 @@ class Prefetcher:
         Does nothing unless the queue or the cache has changed. The chunks in the host tier of the first prefetch
         that lacks room, and of those before it, are not evicted.
         """
-        for number in [number for number, (_, wait) in self.queue.items() if self._transfers.now >= wait.deadline]:
+        for number in [number for number, (_, waiter) in self.queue.items() if self._transfers.now >= waiter.deadline]:
             del self.queue[number]
             self._is_new = True
         state, is_new = self._state, self._is_new
         if not is_new and self._seen == state.changes:
             return
         self._is_new, self._seen = False, state.changes
-        kept, before = set[int]() if is_new else state.retained_in_host, set[str | None]()
-        for record, wait in self.queue.values():
-            if is_new or wait.lacks_room:
-                kept = kept.union(self._path(record))
-            if wait.lacks_room:
-                state.retain_in_host(kept)
-                self._schedule(record, wait)
-                others = len(self._transfers.jobs) > len(wait.jobs) or not before <= {record.request}
-                wait.lacks_room &= others or self._leases.protects
-                is_new = True  # `kept` changes for those after it
-            if wait.lacks_room:
+        retained, earlier_requests = set[int]() if is_new else state.retained_in_host, set[str | None]()
+        for record, waiter in self.queue.values():
+            if is_new or waiter.lacks_room:
+                retained = retained.union(self._path(record))
+            if waiter.lacks_room:
+                state.retain_in_host(retained)
+                self._schedule(record, waiter)
+                others = len(self._transfers.jobs) > len(waiter.jobs) or not earlier_requests <= {record.request}
+                waiter.lacks_room &= others or self._leases.protects
+                is_new = True  # `retained` changes for those after it
+            if waiter.lacks_room:
                 break
-            before.add(record.request)
-        if kept or state.retained_in_host:
-            state.retain_in_host(kept)
+            earlier_requests.add(record.request)
+        if retained or state.retained_in_host:
+            state.retain_in_host(retained)
 
     def is_waiting(self, record: LeaseRecord) -> bool:
         """Whether the request of `record` has to wait for more chunks in the host tier."""
-        wait, index = record.prefetch, self._state.index
+        waiter, index = record.prefetch, self._state.index
         if (
-            wait is None
-            or not wait.blocks_request
-            or not (wait.jobs or (wait.lacks_room and wait.number in self.queue))
+            waiter is None
+            or not waiter.blocks_request
+            or not (waiter.jobs or (waiter.lacks_room and waiter.number in self.queue))
         ):
             return False
-        return bool(wait.jobs) or not all(index.is_ready(node, 0) for node in record.nodes(index))
+        return bool(waiter.jobs) or not all(index.is_ready(node, 0) for node in record.nodes(index))
 
     def _path(self, record: LeaseRecord) -> list[int]:
         """The nodes of the leased chunks, at most as many as fit in the host tier."""
         return record.nodes(self._state.index)[: self._state.total_room(0)]
 
-    def _schedule(self, record: LeaseRecord, wait: Waiter, *, waits_its_turn: bool = False) -> None:
-        """Join reads in flight, and schedule reads from colder tiers as far as there is clean room.
+    def _schedule(self, record: LeaseRecord, waiter: Waiter, *, waits_its_turn: bool = False) -> None:
+        """Join reads in flight, and schedule reads from colder tiers as far as clean chunks make room.
 
-        The wait `lacks_room` for the others if more may be made, or, with `waits_its_turn`, for all of them.
+        The waiter `lacks_room` for the others if more may be made, or, with `waits_its_turn`, for all of them.
         """
         state, transfers, path = self._state, self._transfers, self._path(record)
         state.set_request(record.request_number)
-        transfers.join(wait, [slot for node in path if (slot := state.index.slot[0][node]) >= 0])
+        transfers.join(waiter, [slot for node in path if (slot := state.index.slot[0][node]) >= 0])
         colder = [i for i, node in enumerate(path) if state.index.slot[0][node] < 0]
-        wait.lacks_room = waits_its_turn and bool(colder)
-        if wait.lacks_room or not colder:
-            transfers.waits.begin(wait)
+        waiter.lacks_room = waits_its_turn and bool(colder)
+        if waiter.lacks_room or not colder:
+            transfers.waiters.begin(waiter)
             return
-        state.log.by = state.index.key[path[colder[0]]]
+        state.log.evicted_for = state.index.key[path[colder[0]]]
         in_host = state.retained_in_host
         state.retain_in_host(in_host.union(path))
-        room = self._offloader.make_clean_room([path[i] for i in colder], back_up=wait.blocks_request)
+        room = self._offloader.make_room_from_clean([path[i] for i in colder], back_up=waiter.blocks_request)
         state.retain_in_host(in_host & state.retained_in_host)
-        wait.lacks_room, colder = wait.blocks_request and room < len(colder), colder[:room]
+        waiter.lacks_room, colder = waiter.blocks_request and room < len(colder), colder[:room]
         for start in range(0, len(colder), LOAD_BATCH):
             chosen = colder[start : start + LOAD_BATCH]
             warmest = {path[i]: state.index.warmest_ready(path[i]) for i in chosen}
             for tier in sorted(set(warmest.values())):
                 nodes = [node for node, each in warmest.items() if each == tier]
-                transfers.waits.join(wait, [transfers.schedule_copies(nodes, tier, 0, prefetch=True)])
-        transfers.waits.begin(wait)
+                transfers.waiters.join(waiter, [transfers.schedule_copies(nodes, tier, 0, prefetch=True)])
+        transfers.waiters.begin(waiter)

@@ -311,11 +311,11 @@ class Lookups:
         """`TieredCache.lookup` of one `path` of `group`."""
         keys, start, prompt_tokens, index = path.keys, path.start, path.prompt_tokens, self._state.index
         settings = self._transfers.settings
-        before: Sequence[Key] = ()
+        ancestor_keys: Sequence[Key] = ()
         if start == UNKNOWN_START and keys:
             node = index.get(keys[0])
-            before = [index.key[each] for each in index.path(node, index.depth[node] + 1)[:0:-1]]
-            keys, start = [*before, *keys], len(before)
+            ancestor_keys = [index.key[each] for each in index.path(node, index.depth[node] + 1)[:0:-1]]
+            keys, start = [*ancestor_keys, *keys], len(ancestor_keys)
         check_start(keys, start)
         settings.size_class_of(group)
         if settings.groups:
@@ -358,7 +358,7 @@ class Lookups:
             remote=remote,
             probes=probes,
             request_number=request_number,
-            before=before,
+            ancestor_keys=ancestor_keys,
         )
 
     def chunks(self, paths: Mapping[int, GroupKeys], call: LookupCall, tiers: Collection[str]) -> LookupResult:
@@ -366,30 +366,30 @@ class Lookups:
         if any(path.start or path.device is not None for path in paths.values()):
             raise CacheError("expected no `start` and no `device` in a lookup with `independent`")
         index, ready = self._state.index, list[tuple[int, Residency, list[int]]]()
-        found = {group: Residency.take(index, self._state.pools[0], path.keys) for group, path in paths.items()}
+        residency = {group: Residency.take(index, self._state.pools[0], path.keys) for group, path in paths.items()}
         if call.protect is Protection.LEASE:
-            for group, here in found.items():
+            for group, here in residency.items():
                 there = np.flatnonzero(index.are_loadable(here.nodes)).tolist()
                 self._check_chunks(group, here.nodes[there])
                 ready.append((group, here, there))
         self._advance(call.now)
         if call.protect is Protection.NONE:
-            probes = self._remote.ask([key for here in found.values() for key in here.keys], tiers) if tiers else ()
-            theirs = found if self._remote.tiers else {}
+            probes = self._remote.ask([key for here in residency.values() for key in here.keys], tiers) if tiers else ()
+            theirs = residency if self._remote.tiers else {}
             sources = {group: self._remote.sources(here.keys) for group, here in theirs.items()}
             return LookupResult(
-                probes=probes, request_number=call.request_number, residency=found, remote_sources=sources
+                probes=probes, request_number=call.request_number, residency=residency, remote_sources=sources
             )
         request_number = call.request_number
         if request_number is None:
-            asked = [key for here in found.values() for key in here.keys]
-            head = next((here.nodes for here in found.values()), np.zeros(0, np.int32))
+            asked = [key for here in residency.values() for key in here.keys]
+            head = next((here.nodes for here in residency.values()), np.zeros(0, np.int32))
             request_number = self._state.begin_request(asked, count_leading(head != ROOT), call.reuse_hint)
         self._state.set_request(request_number)
         if call.protect is Protection.STEP:
-            for here in found.values():
+            for here in residency.values():
                 self._leases.protect(here.nodes[index.are_loadable(here.nodes)])
-            return LookupResult(request_number=request_number, residency=found)
+            return LookupResult(request_number=request_number, residency=residency)
         leased = [
             LeasedChunks(
                 [here.keys[position] for position in there],
@@ -403,7 +403,7 @@ class Lookups:
         ]
         lease = self._leases.take(self._transfers.new_id(), leased, call.request) if leased else None
         return LookupResult(
-            lease, sum(len(each.keys) for each in leased), request_number=request_number, residency=found
+            lease, sum(len(each.keys) for each in leased), request_number=request_number, residency=residency
         )
 
     def fetch(self, group: int, path: GroupKeys, now: float, timeout: float) -> tuple[int, ...]:

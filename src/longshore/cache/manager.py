@@ -232,14 +232,14 @@ class TieredCache:
         """Load chunks onto the device, by group, as far as the host tier has room now. A lease serves one load.
 
         Args:
-            what: A lease of a lookup; or chunks that are ready in the host tier, which the engine reads itself:
-                their slots are not written until every rank has reported the job, or it was released; or device
+            what: A lease of a lookup; or chunks that are ready in the host tier, which the inference engine reads
+                itself: their slots are not written until every rank has reported the job, or it was released; or device
                 blocks to copy.
-            blocks: Device blocks, by group, in logical order; `None` if the engine moves the bytes. For a lease on one
-                path, the first is sub-block `skip` of the first chunk, and the last may be any sub-block of a chunk.
+            blocks: Device blocks, by group, in logical order; `None` if the inference engine moves the bytes. For one
+                path, the first is block `skip` of the first chunk, and the last may be any block of a chunk.
                 For a lease on all groups, the blocks of `GroupMatch.load`, and those that the tokens of a partial match
                 take.
-            skip: Leading sub-blocks of the first chunk that the device has already.
+            skip: Leading blocks of the first chunk that the device has already.
             tokens: Leading tokens to load of the last block of a lease on one path, as a partial match says; `None`
                 loads all.
             by_layer: Copy layer by layer, in the model's order over all groups, so that compute may begin before all
@@ -294,15 +294,15 @@ class TieredCache:
             load.first_group_chunks = sum(len(each.keys) for each in record.groups if not each.group)
             return self._scheduled(load, origins)
         (leased,), size = record.groups, self.settings.blocks_per_chunk
-        group, into = leased.group, blocks.get(leased.group, ())
-        chunks, most = -(-(skip + len(into)) // size), len(leased.keys)
-        if not 0 <= skip < size or not into or chunks > most:
-            raise CacheError(f"expected blocks of {most} chunks of {size} blocks, got {len(into)} with skip={skip}")
-        self._device.check(into)
+        group, ours = leased.group, blocks.get(leased.group, ())
+        chunks, most = -(-(skip + len(ours)) // size), len(leased.keys)
+        if not 0 <= skip < size or not ours or chunks > most:
+            raise CacheError(f"expected blocks of {most} chunks of {size} blocks, got {len(ours)} with skip={skip}")
+        self._device.check(ours)
         self._state.check_size_class([leased.refs[0].node], self.settings.size_class_of(group))
         self.settings.check_tokens(tokens, group)
         self._state.set_request(record.request_number)
-        record.load = self._loader.load(leased, into, skip, timeout=timeout, by_layer=by_layer, tokens=tokens)
+        record.load = self._loader.load(leased, ours, skip, timeout=timeout, by_layer=by_layer, tokens=tokens)
         record.load.requests = [(record.request, leased.keys[:chunks])]
         record.load.first_group_chunks = 0 if group else chunks
         return self._scheduled(record.load, origins)
@@ -310,10 +310,10 @@ class TieredCache:
     def _copy_inside(self, copies: Mapping[int, DeviceCopy], blocks: Mapping[int, Sequence[int]]) -> ScheduledLoad:
         """Schedule copies between device blocks, which no tier takes part in, in order with all other jobs."""
         for group, (sources, tokens) in copies.items():
-            into = blocks.get(group, ())
-            if len(sources) != len(into) or not into or any(source.tier != DEVICE for source in sources):
-                raise CacheError(f"expected a device slot to copy from for each of {len(into)} blocks, got {sources}")
-            self._device.check(into)
+            mine = blocks.get(group, ())
+            if len(sources) != len(mine) or not mine or any(source.tier != DEVICE for source in sources):
+                raise CacheError(f"expected a device slot to copy from for each of {len(mine)} blocks, got {sources}")
+            self._device.check(mine)
             self._device.check(list({source.index for source in sources}))
             self.settings.check_tokens(tokens, group)
         copy = self._transfers.copy_inside
@@ -352,8 +352,8 @@ class TieredCache:
         blocks: Mapping[int, Sequence[int]] | None = None,
         *,
         before_eviction: bool = False,
-        wait_for_room: bool = False,
-        stream: bool = False,
+        all_or_retry: bool = False,
+        defer_rest: bool = False,
         request_number: int | None = None,
     ) -> dict[int, ScheduledStore]:
         """Store chunks from `start` on of each path that are complete on the device, or about to be evicted.
@@ -364,10 +364,10 @@ class TieredCache:
         Args:
             paths: By group; each from the first chunk of the prompt.
             blocks: Device blocks of the chunks from `start` on, by group, not to be changed until the job has ended.
-                `None` if the engine moves the bytes into the returned slots; it then reports or releases the job.
+                `None` if the inference engine moves the bytes into the returned slots, and reports or releases the job.
             before_eviction: Whether the blocks are about to leave the device. The write policy may wait for that.
-            wait_for_room: While room for all chunks of a path is being made, store none yet (`ScheduledStore.retry`).
-            stream: Do not drop chunks for which room is being made: they can be given again (`ScheduledStore.later`).
+            all_or_retry: While room for all chunks of a path is being made, store none yet (`ScheduledStore.retry`).
+            defer_rest: Drop no chunks for which room is being made: they can be given again (`ScheduledStore.later`).
             request_number: Number of the request; `None` for that of the last request that began.
         """
         self._state.check_request_number(request_number)
@@ -392,15 +392,15 @@ class TieredCache:
         for group, path in paths.items():
             if scheduled:  # those before may have evicted some
                 nodes[group] = self._offloader.check(path, group)
-            into = None if blocks is None else blocks.get(group, ())
+            ours = None if blocks is None else blocks.get(group, ())
             scheduled[group] = self._offloader.store(
                 path,
                 nodes[group],
-                into,
+                ours,
                 group,
                 before_eviction=before_eviction or blocks is None,
-                wait_for_room=wait_for_room,
-                stream=stream,
+                all_or_retry=all_or_retry,
+                defer_rest=defer_rest,
                 request_number=request_number,
             )
             if path.past_window and not scheduled[group].retry:
@@ -415,7 +415,7 @@ class TieredCache:
         """Evict at most `most` copies from `tier` that nothing leases, reads or descends from; returns how many."""
         number, evictor, left = self._tier(tier), self._transfers.evictor, max(0, most)
         for size_class in range(len(self._state.pools[number].slabs.image_bytes)):
-            left -= evictor.evict(number, left, size_class, spare_dirty=False)
+            left -= evictor.evict(number, left, size_class, clean_only=False)
         return max(0, most) - left
 
     def back_up_all(self) -> bool:
@@ -460,18 +460,18 @@ class TieredCache:
 
     # ------------------------------------------------------------------ start, sleep, resize, reset
 
-    def adopt(self, tier: str, found: Iterable[Chunk], others: Sequence[int] = ()) -> int:
+    def adopt(self, tier: str, found: Iterable[Chunk], other_scope_slots: Sequence[int] = ()) -> int:
         """Recover the chunks of a persistent tier: (slot, key, parent, size class), oldest first; returns how many.
 
-        The slots `others` have records that this cache cannot use, least useful first: they are allocated after all
+        `other_scope_slots` have records that this cache cannot use, least useful first: they are allocated after all
         empty slots. Chunks whose parents were not found are orphans. Raises `CacheError`, with nothing recovered, for
         two chunks in one slot, or with one key.
         """
         number = self._tier(tier)
-        self._state.pools[number].check_slots(others)
+        self._state.pools[number].check_slots(other_scope_slots)
         chunks = found if isinstance(found, StoredChunks) else [StoredChunk(*each) for each in found]
         adopted = adopt(self._state, number, chunks)
-        self._state.pools[number].give_last(others)
+        self._state.pools[number].give_last(other_scope_slots)
         return adopted
 
     def replace_device(self, blocks: int) -> None:
@@ -551,9 +551,9 @@ class TieredCache:
         self._transfers.now = self._state.log.now = max(self._transfers.now, now)
         if self._state.priorities.used:
             self._state.priorities.expire(self._transfers.now)
-        for wait in self._transfers.waits.due(self._transfers.now) if self._transfers.waits.open else ():
-            self._give_up(wait.load, MissReason.DEADLINE)
-            self._transfers.cancel_wait(wait)
+        for waiter in self._transfers.waiters.due(self._transfers.now) if self._transfers.waiters.open else ():
+            self._give_up(waiter.load, MissReason.DEADLINE)
+            self._transfers.cancel_wait(waiter)
 
     def _scheduled(self, load: Load, origins: Mapping[Key, str] | None) -> ScheduledLoad:
         """The jobs of `load`, whose chunks have these `origins`. A load without jobs ends at once."""
@@ -586,7 +586,7 @@ class TieredCache:
             sources = load.outcome.sources
             self.counters.count_hits(sources, sources[: load.first_group_chunks], self.settings.first_tokens)
             self.counters.observe_load(sources, self._transfers.now - load.began, load.requests)
-        self._transfers.waits.close(load.wait)
+        self._transfers.waiters.close(load.waiter)
 
     def _count_misses(self, load: Load, misses: Sequence[MissReason]) -> None:
         self.counters.misses.update(misses)

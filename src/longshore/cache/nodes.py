@@ -79,8 +79,8 @@ class NodeTree:
         """Raise `CacheError` unless each of all `live` nodes is once among the children of its parent."""
         parent, older, younger = i32_view(self.parent), i32_view(self.older), i32_view(self.younger)
         is_first = younger[live] == _NOBODY
-        above = np.where(is_first, i32_view(self.child)[parent[live]], older[younger[live]])
-        is_cut = (above != live) | (~is_first & (parent[younger[live]] != parent[live]))
+        linked = np.where(is_first, i32_view(self.child)[parent[live]], older[younger[live]])
+        is_cut = (linked != live) | (~is_first & (parent[younger[live]] != parent[live]))
         for node in live[is_cut].tolist():
             raise CacheError(f"node {node} is not among the children of its parent {self.parent[node]}")
         nodes = np.concatenate([as_i32((ROOT, ORPHANS)), live])
@@ -127,16 +127,16 @@ class NodeTree:
     def link_trees(self, parents: npt.NDArray[np.integer], nodes: npt.NDArray[np.int32]) -> None:
         """Add each new node of `nodes` as a child of its node of `parents`; the first of siblings is the youngest."""
         order = np.argsort(parents, kind="stable")
-        ordered, above = nodes[order], parents[order]
-        first = np.concatenate([[True], above[1:] != above[:-1]])
+        ordered, ordered_parents = nodes[order], parents[order]
+        first = np.concatenate([[True], ordered_parents[1:] != ordered_parents[:-1]])
         youngest, eldest = ordered[first], ordered[np.concatenate([first[1:], [True]])]
         child, older, younger = i32_view(self.child), i32_view(self.older), i32_view(self.younger)
-        i32_view(self.parent)[ordered], child[ordered] = above, _NOBODY
+        i32_view(self.parent)[ordered], child[ordered] = ordered_parents, _NOBODY
         older[ordered[:-1]], younger[ordered[1:]] = ordered[1:], ordered[:-1]
-        elders = child[above[first]]
+        elders = child[ordered_parents[first]]
         older[eldest], younger[youngest] = elders, _NOBODY
         younger[elders[elders > 0]] = eldest[elders > 0]
-        child[above[first]] = youngest
+        child[ordered_parents[first]] = youngest
 
     def siblings(
         self, nodes: npt.NDArray[np.int32], parents: npt.NDArray[np.int32]
@@ -263,9 +263,9 @@ class Nodes:
 
     def parent_keys(self, nodes: Sequence[int]) -> list[Key | None]:
         """The parent key of each of `nodes`, also if no tier has it; `None` for first chunks."""
-        above = i32_view(self.parent)[as_i32(nodes)]
-        keys: list[Key | None] = self.key[above].tolist()
-        for position in np.flatnonzero(~self.key.has(above)).tolist():  # of `ROOT` and `ORPHANS`
+        parents = i32_view(self.parent)[as_i32(nodes)]
+        keys: list[Key | None] = self.key[parents].tolist()
+        for position in np.flatnonzero(~self.key.has(parents)).tolist():  # of `ROOT` and `ORPHANS`
             keys[position] = self.orphans.get(nodes[position])
         return keys
 
@@ -367,19 +367,19 @@ class Nodes:
             raise CacheError(f"the index is full: it has room for {self.size - LISTS} chunks, one for each slot")
         return as_i32(self._free.take(count))[::-1]
 
-    def add_orphan(self, orphan: int, before: Key) -> None:
-        """Record that `orphan`, a child of `ORPHANS`, has the parent key `before`."""
-        self.orphans[orphan] = before
-        self.orphans_by_parent.setdefault(before, {})[orphan] = None
-        if above := self.get(before):
-            self.wanted_by_orphans.add(above)
+    def add_orphan(self, orphan: int, parent_key: Key) -> None:
+        """Record that `orphan`, a child of `ORPHANS`, has the parent key `parent_key`."""
+        self.orphans[orphan] = parent_key
+        self.orphans_by_parent.setdefault(parent_key, {})[orphan] = None
+        if parent := self.get(parent_key):
+            self.wanted_by_orphans.add(parent)
 
     def _remove_orphan(self, orphan: int) -> None:
-        before = self.orphans.pop(orphan)
-        del self.orphans_by_parent[before][orphan]
-        if not self.orphans_by_parent[before]:
-            del self.orphans_by_parent[before]
-            self.wanted_by_orphans.discard(self.get(before))
+        parent_key = self.orphans.pop(orphan)
+        del self.orphans_by_parent[parent_key][orphan]
+        if not self.orphans_by_parent[parent_key]:
+            del self.orphans_by_parent[parent_key]
+            self.wanted_by_orphans.discard(self.get(parent_key))
 
     def _forget(self, node: int, parent: int) -> None:
         if parent == ORPHANS:

@@ -32,7 +32,7 @@ OFFER_FILTER_SIZE = 1 << 16
 """Number of chunks whose offers a selective write policy counts before they are stored."""
 
 _FORGET = 64
-"""A reserve shrinks by one chunk for each 64 chunks that found clean room."""
+"""A reserve shrinks by one chunk for each 64 chunks that found room by evicting clean ones."""
 
 _ROOM_AHEAD_DIVISOR = 64
 """Backups copy one slot in 64 more than needed, so that there are fewer and larger jobs."""
@@ -66,13 +66,13 @@ class Offloader:
         group: int,
         *,
         before_eviction: bool,
-        wait_for_room: bool = False,
-        stream: bool = False,
+        all_or_retry: bool = False,
+        defer_rest: bool = False,
         request_number: int | None = None,
     ) -> ScheduledStore:
         """Schedule the offload of chunks of a path that are in no tier. `nodes` is the result of `check`.
 
-        `blocks` is `None` if the engine moves the bytes.
+        `blocks` is `None` if the inference engine moves the bytes.
         """
         if not self.wants(before_eviction=before_eviction):
             return ScheduledStore(None)
@@ -92,14 +92,14 @@ class Offloader:
         end = len(keys) if prompt is None or not settings.prompt_only else max(first, min(prompt, len(keys)))
         if independent:
             offload = self._offload_independent(
-                keys, first, nodes, blocks, retention, group=group, prompt=end, wait_for_room=wait_for_room
+                keys, first, nodes, blocks, retention, group=group, prompt=end, all_or_retry=all_or_retry
             )
         else:
             answer = keys[max(end, first + len(nodes)) :]
             self._transfers.count_drop(0, state.index.find(answer).count(ROOT), DropReason.GENERATED)
             nodes = nodes[: max(0, end - first)]
             offload = self._offload(
-                keys[:end], first, nodes, blocks, retention, group, wait_for_room=wait_for_room, stream=stream
+                keys[:end], first, nodes, blocks, retention, group, all_or_retry=all_or_retry, defer_rest=defer_rest
             )
         if prompt_tokens is not None:
             state.partials.learn(keys, first, prompt_tokens, size)
@@ -136,8 +136,8 @@ class Offloader:
         retention: Sequence[Retention] = (),
         group: int = 0,
         *,
-        wait_for_room: bool = False,
-        stream: bool = False,
+        all_or_retry: bool = False,
+        defer_rest: bool = False,
     ) -> ScheduledStore:
         """`store` for chunks that need their ancestors. `path` are the nodes of chunks in the index."""
         state, index, known = self._state, self._state.index, first + len(path)
@@ -154,15 +154,15 @@ class Offloader:
         if retention:
             state.priorities.apply(path, there, retention, self._transfers.now)
         fresh = fresh[: self._worth(fresh, lacking, retention)]
-        state.log.by = keys[lacking[0]] if lacking else None
+        state.log.evicted_for = keys[lacking[0]] if lacking else None
         size_class = self._transfers.settings.size_class_of(group)
-        wait_for_room, stream = (each and self._offer_filter is None for each in (wait_for_room, stream))
+        all_or_retry, defer_rest = (each and self._offer_filter is None for each in (all_or_retry, defer_rest))
         orphan = known > 0 and index.is_orphan(parent)
         needed = [parent, *path[known - first :]]
         count, waiting = self._admit(
-            len(fresh), needed, size_class, orphan=orphan, wait_for_room=wait_for_room, stream=stream, path=fresh
+            len(fresh), needed, size_class, orphan=orphan, all_or_retry=all_or_retry, defer_rest=defer_rest, path=fresh
         )
-        if wait_for_room and waiting:
+        if all_or_retry and waiting:
             return ScheduledStore(None, retry=True)
         stored_prefix, accepted = lacking[count] if count < len(lacking) else len(keys), lacking[:count]
         later = lacking[count : count + waiting]
@@ -193,7 +193,7 @@ class Offloader:
         *,
         group: int,
         prompt: int,
-        wait_for_room: bool = False,
+        all_or_retry: bool = False,
     ) -> ScheduledStore:
         """`store` for independent chunks. Chunks from position `prompt` on are not stored.
 
@@ -210,9 +210,9 @@ class Offloader:
         state.windows.enter(window)
         self._retain(node_at, known, retention)
         wanted = self._worth_independent(keys, fresh, prompt, retention)
-        state.log.by = keys[wanted[-1]] if wanted else None
+        state.log.evicted_for = keys[wanted[-1]] if wanted else None
         refs = [state.add_ref(node) for node in window]
-        admitted, waiting = self._admit(len(wanted), (), size_class, wait_for_room=wait_for_room)
+        admitted, waiting = self._admit(len(wanted), (), size_class, all_or_retry=all_or_retry)
         for ref in refs:
             state.remove_ref(ref)
         if waiting:
@@ -274,16 +274,16 @@ class Offloader:
             self._transfers.count_drop(0, len(asked) - len(worth), DropReason.BELOW_THRESHOLD)
         return worth
 
-    def make_clean_room(self, nodes: Sequence[int], *, back_up: bool) -> int:
+    def make_room_from_clean(self, nodes: Sequence[int], *, back_up: bool) -> int:
         """Make room for `nodes` in the host tier without evicting dirty chunks; returns for how many leading ones.
 
         With `back_up`, backups of as many chunks as lack room are scheduled.
         """
-        room = self._transfers.evictor.room_for(0, nodes, spare_dirty=True)
+        room = self._transfers.evictor.room_for(0, nodes, clean_only=True)
         if back_up and room < len(nodes) and self._state.coldest:
             self._back_up(0, len(nodes) - room)
             room = self._transfers.evictor.room_for(
-                0, nodes, spare_dirty=True
+                0, nodes, clean_only=True
             )  # chunks that may not be copied are not dirty any more
         return room
 
@@ -313,8 +313,8 @@ class Offloader:
         state, below = self._state, tier + 1
         if not chosen:
             return
-        by = state.log.by
-        state.log.by = state.index.key[chosen[0]]
+        by = state.log.evicted_for
+        state.log.evicted_for = state.index.key[chosen[0]]
         by_size_class: dict[int, list[int]] = {} if state.several_sizes else {0: chosen}
         for node in chosen if state.several_sizes else ():
             by_size_class.setdefault(state.index.size_class_of(node), []).append(node)
@@ -326,7 +326,7 @@ class Offloader:
             chosen = [node for node in allowed if not state.backlog.waits_for_use(node)][:room]
             self._budgets[below].spend(len(chosen) * nbytes)
             self._copy_down(chosen, tier)
-        state.log.by = by
+        state.log.evicted_for = by
 
     def _allowed(self, tier: int, nodes: list[int], size_class: int) -> list[int]:
         """Those of `nodes`, of one size, that may be written to `tier`; the others are retried after their next use."""
@@ -354,8 +354,8 @@ class Offloader:
         size_class: int,
         *,
         orphan: bool = False,
-        wait_for_room: bool = False,
-        stream: bool = False,
+        all_or_retry: bool = False,
+        defer_rest: bool = False,
         path: Sequence[Key] = (),
     ) -> tuple[int, int]:
         """Make room in the host tier for `wanted` chunks; counts as dropped those that get none.
@@ -364,19 +364,19 @@ class Offloader:
 
         `path` are their keys, unless they are independent; the nodes `needed` are not evicted. The policy of the only
         tier, or of the coldest, admits chunks. An `orphan` and its descendants take free slots only, because they are
-        evicted first. With `wait_for_room`, while room is being made for all of them, or for as many as the tier has
-        slots, nothing is counted and there is room for none. For those that a `stream` waits for, nothing is counted.
+        evicted first. With `all_or_retry`, while room is being made for all of them, or for as many as the tier has
+        slots, nothing is counted and there is room for none. Those that are deferred (`defer_rest`) are not counted.
         """
         state = self._state
         if not wanted:
             return 0, 0
-        wait_for_room, stream = (each and not orphan and bool(state.coldest) for each in (wait_for_room, stream))
+        all_or_retry, defer_rest = (each and not orphan and bool(state.coldest) for each in (all_or_retry, defer_rest))
         nbytes, refs = state.pools[0].slabs.image_bytes[size_class], [state.add_ref(node) for node in needed if node]
         asked = wanted
         if self._asks_all and path and not orphan:
             wanted = self._promising(path, size_class)
         once = min(wanted, state.total_room(0))
-        again = wait_for_room and self._room(0, once, size_class, observes=False) < once and self._may_get_room(0)
+        again = all_or_retry and self._room(0, once, size_class, observes=False) < once and self._may_get_room(0)
         granted = 0 if again else self._budgets[0].allows(self._transfers.now, wanted, nbytes)
         allowed = min(granted, max(0, self._transfers.settings.max_writes - self._transfers.writing[0]))
         if orphan:
@@ -384,16 +384,16 @@ class Offloader:
         elif self._uses_admission and path and allowed > state.pools[0].room(size_class):
 
             def make_room(most: int) -> int:
-                return self._transfers.evictor.make_room(0, most, size_class, spare_dirty=False)
+                return self._transfers.evictor.make_room(0, most, size_class, clean_only=False)
 
             room = state.policies[0].admit(path[:allowed], make_room)
         else:
-            room = self._room(0, allowed, size_class, waits=wait_for_room or stream) if allowed else 0
+            room = self._room(0, allowed, size_class, waits=all_or_retry or defer_rest) if allowed else 0
         for ref in refs:
             state.remove_ref(ref)
         if again:
             return 0, wanted
-        waiting = granted - room if stream and (room or self._may_get_room(0)) else 0
+        waiting = granted - room if defer_rest and (room or self._may_get_room(0)) else 0
         self._transfers.count_drop(0, asked - wanted, DropReason.ADMISSION)
         self._transfers.count_drop(0, wanted - granted, DropReason.RATE_LIMIT)
         if room + waiting < granted:
@@ -410,15 +410,15 @@ class Offloader:
         were copied down.
         """
         evictor, writing, policy = self._transfers.evictor, self._transfers.writing, self._state.policies[-1]
-        room = evictor.make_room(0, len(path), size_class, spare_dirty=True)
+        room = evictor.make_room(0, len(path), size_class, clean_only=True)
         if room == len(path):
             return room
 
         def make_room(most: int) -> int:
-            found = evictor.make_room(0, most, size_class, spare_dirty=True, ahead=False)
+            found = evictor.make_room(0, most, size_class, clean_only=True, ahead=False)
             if found < most:
                 self._back_up(0, most - found)
-                found = evictor.make_room(0, most, size_class, spare_dirty=True, ahead=False)
+                found = evictor.make_room(0, most, size_class, clean_only=True, ahead=False)
             return min(most, found + writing[1] + self._state.pools[-1].room(size_class))
 
         return max(room, policy.admit(path, make_room, least=0))
@@ -446,7 +446,7 @@ class Offloader:
         the call does not change the reserve.
         """
         state = self._state
-        room = self._transfers.evictor.make_room(tier, count, size_class, spare_dirty=True, ahead=ahead)
+        room = self._transfers.evictor.make_room(tier, count, size_class, clean_only=True, ahead=ahead)
         if (
             observes
             and not self._transfers.settings.stores_wait
@@ -457,7 +457,7 @@ class Offloader:
         if room < count and tier < state.coldest:
             self._back_up(tier, count - room)
             room = self._transfers.evictor.make_room(
-                tier, count, size_class, spare_dirty=self._is_copying_down(tier), ahead=ahead
+                tier, count, size_class, clean_only=self._is_copying_down(tier), ahead=ahead
             )
         return room
 

@@ -22,7 +22,7 @@ from longshore.boundary import Key
 from longshore.cache.columns import count_leading, filled, resized
 from longshore.cache.index import Index
 from longshore.cache.nodes import ROOTED
-from longshore.errors import CacheError
+from longshore.errors import CacheError, former_name
 
 MAX_COMPARED = 256
 """The number of youngest children of a key that are compared."""
@@ -54,9 +54,12 @@ class PromptTokens(NamedTuple):
         """The tokens of the chunk at `position`, fewer at the end."""
         return as_ids(self.tokens[position * chunk_tokens : (position + 1) * chunk_tokens])
 
-    def before(self, keys: Sequence[Key], position: int) -> Key:
+    def parent_key(self, keys: Sequence[Key], position: int) -> Key:
         """The key before the chunk at `position`, or the root."""
         return keys[position - 1] if position else self.root
+
+
+PromptTokens.before = former_name("before", "parent_key")  # type: ignore[attr-defined]
 
 
 class Partial(NamedTuple):
@@ -86,7 +89,7 @@ class PartialPrefixes:
         self._index = index
         self._width = width
         self._tokens: Tokens = np.zeros((0, width), np.uint32)
-        self._above = np.empty(0, object)
+        self._parent_key = np.empty(0, object)
         self._older, self._younger = filled(0), filled(0)
         self._youngest: dict[Key, int] = {}
 
@@ -95,22 +98,22 @@ class PartialPrefixes:
         more = nodes - len(self._older)
         if self.on and more > 0:
             self._tokens = np.concatenate([self._tokens, np.zeros((more, self._width), np.uint32)])
-            self._above = np.concatenate([self._above, np.empty(more, object)])
+            self._parent_key = np.concatenate([self._parent_key, np.empty(more, object)])
             self._older, self._younger = resized(self._older, nodes), resized(self._younger, nodes)
 
     def learn(self, keys: Sequence[Key], first: int, prompt_tokens: PromptTokens, chunk_tokens: int) -> None:
         """Store the tokens of those of `keys[first:]` that are in a tier; `prompt_tokens` has them."""
-        get, above = self._index.get, self._above
-        fresh = [(at, node) for at in range(first, len(keys)) if (node := get(keys[at])) and above[node] is None]
+        get, parent_key = self._index.get, self._parent_key
+        fresh = [(at, node) for at in range(first, len(keys)) if (node := get(keys[at])) and parent_key[node] is None]
         for at, node in fresh:
             self._tokens[node, :chunk_tokens] = prompt_tokens.chunk(at, chunk_tokens)
-            self._link(node, prompt_tokens.before(keys, at))
+            self._link(node, prompt_tokens.parent_key(keys, at))
 
     def forget(self, nodes: Iterable[int]) -> None:
         """`nodes` are in no tier any more."""
         for node in nodes:
-            above = self._above[node]
-            if above is None:
+            parent_key = self._parent_key[node]
+            if parent_key is None:
                 continue
             older, younger = self._older[node], self._younger[node]
             if older:
@@ -118,21 +121,21 @@ class PartialPrefixes:
             if younger:
                 self._older[younger] = older
             elif older:
-                self._youngest[above] = older
+                self._youngest[parent_key] = older
             else:
-                del self._youngest[above]
-            self._above[node] = None
+                del self._youngest[parent_key]
+            self._parent_key[node] = None
 
     def closest(
         self, keys: Sequence[Key], position: int, prompt_tokens: PromptTokens, chunk_tokens: int
     ) -> Partial | None:
         """The chunk with the most leading tokens of the chunk at `position`; of equals one on the device."""
-        before, best = prompt_tokens.before(keys, position), None
+        parent_key, best = prompt_tokens.parent_key(keys, position), None
         wanted = prompt_tokens.chunk(position, chunk_tokens)[: chunk_tokens - 1]
-        for key, tokens in prompt_tokens.beside.get(before, ()):
+        for key, tokens in prompt_tokens.beside.get(parent_key, ()):
             best = _better(best, Partial(key, _common(as_ids(tokens), wanted), device=True))
         loadable = self._index.loadable
-        nodes = [node for node in islice(self._children(before), MAX_COMPARED) if loadable[node] == ROOTED]
+        nodes = [node for node in islice(self._children(parent_key), MAX_COMPARED) if loadable[node] == ROOTED]
         if nodes and len(wanted):
             equal = self._tokens[nodes, : len(wanted)] == wanted
             common = np.where(equal.all(axis=1), len(wanted), equal.argmin(axis=1))
@@ -142,20 +145,20 @@ class PartialPrefixes:
 
     def check_integrity(self) -> None:
         """Raise `CacheError` unless all listed chunks are in the index, as children of the right key."""
-        linked = [int(node) for node in np.flatnonzero(self._above != None)]  # noqa: E711
-        listed = [node for before in self._youngest for node in self._children(before)]
+        linked = [int(node) for node in np.flatnonzero(self._parent_key != None)]  # noqa: E711
+        listed = [node for parent_key in self._youngest for node in self._children(parent_key)]
         if sorted(listed) != linked or any(self._index.key[node] is None for node in linked):
             raise CacheError(f"{len(listed)} chunks are listed by parent, but {len(linked)} have tokens")
 
-    def _children(self, before: Key) -> Iterable[int]:
-        node = self._youngest.get(before, 0)
+    def _children(self, parent_key: Key) -> Iterable[int]:
+        node = self._youngest.get(parent_key, 0)
         while node:
             yield node
             node = self._older[node]
 
-    def _link(self, node: int, before: Key) -> None:
-        elder = self._youngest.get(before, 0)
-        self._above[node], self._youngest[before] = before, node
+    def _link(self, node: int, parent_key: Key) -> None:
+        elder = self._youngest.get(parent_key, 0)
+        self._parent_key[node], self._youngest[parent_key] = parent_key, node
         self._older[node], self._younger[node] = elder, 0
         if elder:
             self._younger[elder] = node

@@ -28,8 +28,8 @@ from longshore.errors import CacheError
 EXPLORE = 0.015
 """Share of the recompute time that is spent on trying whether loads have become faster."""
 
-_MEMORY = 0.97
-"""Weight of an observation after the next one."""
+_DECAY = 0.97
+"""Weight of an observation after the next one: older ones fade."""
 
 _REFIT = 16
 """Observations between two fits; fewer until there have been as many."""
@@ -322,7 +322,7 @@ class _LeastSquares:
         """Record an observation: `terms` took `seconds`, above zero."""
         row = [*(term / seconds for term in terms), 1.0]
         self._moments = [
-            _MEMORY * moment + row[i] * row[j] for moment, (i, j) in zip(self._moments, self._pairs, strict=True)
+            _DECAY * moment + row[i] * row[j] for moment, (i, j) in zip(self._moments, self._pairs, strict=True)
         ]
         self.count += 1
         if self.count <= _REFIT or self.count % _REFIT == 0:

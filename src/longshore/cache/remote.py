@@ -306,9 +306,9 @@ class RemoteTiers:
         """
         begin = end + len(path)
         known, _ = self.known_after(keys, begin)
-        before, index = keys[begin - 1] if begin else None, self._state.index
-        kept = () if before is None else (index.get(before),)
-        return self._fetch(keys[begin : begin + known], path, kept, size_class, deadline, before=before)
+        parent_key, index = keys[begin - 1] if begin else None, self._state.index
+        kept = () if parent_key is None else (index.get(parent_key),)
+        return self._fetch(keys[begin : begin + known], path, kept, size_class, deadline, parent_key=parent_key)
 
     def fetch_independent(
         self, keys: Sequence[Key], nodes: Sequence[int], size_class: int, deadline: float
@@ -328,27 +328,27 @@ class RemoteTiers:
         size_class: int,
         deadline: float,
         *,
-        before: Key | None = None,
+        parent_key: Key | None = None,
         independent: bool = False,
     ) -> tuple[int, ...]:
-        """Read `wanted`, after the key `before`, as far as there is room while the nodes `kept` are not evicted."""
+        """Read `wanted`, after the key `parent_key`, as far as there is room while the nodes `kept` are not evicted."""
         state, writer, transfers = self._state, self._state.pools[0].writer, self._transfers
         jobs = dict.fromkeys(writer[slot] for node in path if node and (slot := state.index.slot[0][node]) in writer)
-        state.log.by = wanted[-1 if independent else 0] if wanted else None
+        state.log.evicted_for = wanted[-1 if independent else 0] if wanted else None
         refs = [state.add_ref(node) for node in kept if node and wanted]
-        room = transfers.evictor.make_room(0, len(wanted), size_class, spare_dirty=True)
+        room = transfers.evictor.make_room(0, len(wanted), size_class, clean_only=True)
         for ref in refs:
             state.remove_ref(ref)
         for tier, batch in self._batches(wanted[len(wanted) - room :] if independent else wanted[:room]):
             job = transfers.new_id()
-            above: list[Key | None] = [None] * len(batch)
+            parent_keys: list[Key | None] = [None] * len(batch)
             if independent:
                 slots = state.allocate_independent(batch, job, size_class)
             else:
-                above, slots = [before, *batch[:-1]], state.allocate(batch, before, job, size_class)
-                before = batch[-1]
+                parent_keys, slots = [parent_key, *batch[:-1]], state.allocate(batch, parent_key, job, size_class)
+                parent_key = batch[-1]
             record = transfers.schedule(
-                job, batch, above, None, TierSlots(0, slots), remote=tier.name, deadline=deadline, prefetch=True
+                job, batch, parent_keys, None, TierSlots(0, slots), remote=tier.name, deadline=deadline, prefetch=True
             )
             self._in_flight[job] = tier, record
             jobs[job] = None
@@ -379,7 +379,7 @@ class RemoteTiers:
         taken = fresh[: max(0, self._transfers.settings.max_writes - len(queue))]
         queue.extend(taken)
         tier.mark_sent(taken)
-        self._drop(tier, len(fresh) - len(taken), DropReason.BACKPRESSURE)
+        self._count_drop(tier, len(fresh) - len(taken), DropReason.BACKPRESSURE)
 
     def _admitted(self, number: int, keys: list[Key]) -> list[Key]:
         """Those of `keys`, heads first, that promise no less than what the tier removes for them; counts the others.
@@ -398,7 +398,7 @@ class RemoteTiers:
                 left_out.add(node)
                 rejected += there
         if not self._late[number]:  # else the same chunks are offered until they are evicted
-            self._drop(tier, rejected, DropReason.ADMISSION)
+            self._count_drop(tier, rejected, DropReason.ADMISSION)
         return admitted
 
     def _rejects(self, number: int) -> bool:
@@ -406,10 +406,10 @@ class RemoteTiers:
         is_on = self._transfers.settings.admission and self._state.policies[0].rejects
         return is_on and self.tiers[number].keeps is not None
 
-    def _leaving(self, arrived: int) -> list[Key]:
-        """What the host tier would evict for twice as many chunks as have `arrived`."""
+    def _leaving(self, num_arrived: int) -> list[Key]:
+        """What the host tier would evict for twice as many chunks as have arrived."""
         state = self._state
-        lacking = min(2 * arrived - state.pools[0].room(), _MOST_AHEAD)
+        lacking = min(2 * num_arrived - state.pools[0].room(), _MOST_AHEAD)
         return [state.index.key[node] for node in state.policies[0].next_victims(lacking)] if lacking > 0 else []
 
     def found(self, keys: Sequence[Key]) -> None:
@@ -421,11 +421,11 @@ class RemoteTiers:
     def proceed(self) -> None:
         """Process ended jobs, queue chunks that have arrived, and schedule stores within the limits."""
         self._conclude()
-        if arrived := self._transfers.arrived_from_device:
-            self.offer(arrived)
+        if arrived_keys := self._transfers.arrived_from_device:
+            self.offer(arrived_keys)
             for number in [number for number, late in enumerate(self._late) if late]:
-                self._send(number, self._leaving(len(arrived)))
-            arrived.clear()
+                self._send(number, self._leaving(len(arrived_keys)))
+            arrived_keys.clear()
         limit = min(self._transfers.settings.max_writes, max(1, self._state.pools[0].capacity // _SHARE))
         for tier, queue in zip(self.tiers, self._queues, strict=True):
             count = min(len(queue), limit - self._transfers.writing[tier.name])
@@ -442,19 +442,19 @@ class RemoteTiers:
             here = set(index.key[nodes].tolist())
             gone = [key for key in wanted if key not in here]
             tier.unmark_sent(gone)
-            self._drop(tier, len(gone), DropReason.BACKPRESSURE)
+            self._count_drop(tier, len(gone), DropReason.BACKPRESSURE)
         if not nodes:
             return
         slots = [index.slot[0][node] for node in nodes]
         for slot in slots:
             pool.readers[slot] += 1
-        job, above = self._transfers.new_id(), index.parent_keys(nodes)
+        job, parent_keys = self._transfers.new_id(), index.parent_keys(nodes)
         record = self._transfers.schedule(
-            job, [index.key[node] for node in nodes], above, TierSlots(0, slots), None, remote=tier.name
+            job, [index.key[node] for node in nodes], parent_keys, TierSlots(0, slots), None, remote=tier.name
         )
         self._in_flight[job] = tier, record
 
-    def _drop(self, tier: RemoteKeys, count: int, reason: DropReason) -> None:
+    def _count_drop(self, tier: RemoteKeys, count: int, reason: DropReason) -> None:
         self._state.counters.drops[tier.name][reason] += count
 
     # ------------------------------------------------------------------ results
@@ -474,7 +474,7 @@ class RemoteTiers:
                     self._state.counters.misses[MissReason.AFTER_MISS] += missed and item.parent is not None
                 elif storing:
                     tier.forget(item.key)
-                    self._drop(tier, 1, DropReason.WRITE_FAILED)
+                    self._count_drop(tier, 1, DropReason.WRITE_FAILED)
                 else:
                     tier.forget(item.key)
                     self._state.counters.misses[MissReason.of(status)] += 1

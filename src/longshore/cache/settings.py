@@ -16,7 +16,7 @@ from longshore.cache.eviction_policies import DEFAULT_POLICY, EvictionPolicy
 from longshore.cache.eviction_policies.ghosts import Ghosts
 from longshore.cache.pool import SlotPool
 from longshore.cache.slab_pool import SlabPool
-from longshore.errors import CacheError
+from longshore.errors import CacheError, former_name
 
 
 class WritePolicy(enum.Enum):
@@ -234,7 +234,7 @@ class CacheSettings:
         offload: Write policy device -> host tier.
         backup: Write policy of each tier -> the next colder one.
         threshold: Offers or uses of a chunk before a selective write policy copies it.
-        into: Write rules of routes with other rules, by name of the destination tier.
+        write_rules: Write rules of routes with other rules, by name of the destination tier.
         admission: Whether full tiers reject chunks with fewer expected hits than those to evict for them, if the policy
             of the coldest has expected hits, and remote tiers that have lost chunks are not sent such. Host
             memory rejects none if there are remote tiers, or with `is_served`.
@@ -246,7 +246,7 @@ class CacheSettings:
         prefetch: The policy of prefetches without one.
         prefetch_timeout: Seconds of a prefetch with the policy `TIMEOUT`.
         load_timeout: Seconds of a load.
-        write_timeout: Seconds until a write must have begun.
+        write_timeout: Seconds until a copy to a colder tier must have begun (docs/settings.md has the other uses).
         probe_timeout: Seconds until a remote tier must have answered a probe.
         probe_life: Seconds for which its answer is valid.
         max_probes: Keys in flight in probes of one remote tier; probes beyond it are counted, and not sent.
@@ -266,7 +266,7 @@ class CacheSettings:
     offload: WritePolicy = WritePolicy.THROUGH
     backup: WritePolicy = WritePolicy.BACK
     threshold: int = 2
-    into: Mapping[str, WriteRule] = field(default_factory=dict)
+    write_rules: Mapping[str, WriteRule] = field(default_factory=dict)
     admission: bool = True
     is_served: bool = False
     stores_wait: bool = False
@@ -309,12 +309,13 @@ class CacheSettings:
         time: what a remote tier has cannot be counted on, so nothing waits for the copy.
         """
         names = [*tiers, *remote]
-        unknown = sorted(set(self.into) - set(names))
+        unknown = sorted(set(self.write_rules) - set(names))
         if unknown:
-            raise CacheError(f"into: expected tiers of {names}, got {unknown}")
+            raise CacheError(f"write_rules: expected tiers of {names}, got {unknown}")
         usual = [self.offload, *[self.backup] * (len(tiers) - 1), *[WritePolicy.THROUGH] * len(remote)]
         rules = [
-            self.into.get(name, WriteRule(policy, self.threshold)) for name, policy in zip(names, usual, strict=True)
+            self.write_rules.get(name, WriteRule(policy, self.threshold))
+            for name, policy in zip(names, usual, strict=True)
         ]
         return tuple(rules)
 
@@ -350,6 +351,9 @@ class CacheSettings:
             most = f"in [0, {len(self.size_classes)})" if self.size_classes else "of 0 or more"
             raise CacheError(f"expected a group {most}, got {group}")
         return self.size_classes[group] if self.size_classes else 0
+
+
+CacheSettings.into = former_name("into", "write_rules")  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

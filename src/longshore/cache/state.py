@@ -180,16 +180,16 @@ class CacheState:
 
     # ------------------------------------------------------------------ arrivals
 
-    def allocate(self, keys: Sequence[Key], before: Key | None, job: int, size_class: int) -> list[int]:
-        """Slots of the host tier for `keys`, which follow the key `before` and are in no tier, for `job` to fill.
+    def allocate(self, keys: Sequence[Key], parent_key: Key | None, job: int, size_class: int) -> list[int]:
+        """Slots of the host tier for `keys`, which follow the key `parent_key` and are in no tier, for `job` to fill.
 
         The caller has made room for `size_class`, and asked `Index.follow` about the keys.
         """
         slots, index = self.pools[0].allocate(len(keys), size_class), self.index
-        parent = ROOT if before is None else index.get(before) or ORPHANS
+        parent = ROOT if parent_key is None else index.get(parent_key) or ORPHANS
         nodes = index.link(parent, keys, 0, slots)
-        if before is not None and parent == ORPHANS:
-            index.add_orphan(nodes[0], before)
+        if parent_key is not None and parent == ORPHANS:
+            index.add_orphan(nodes[0], parent_key)
         if index.depth[nodes[0]] < 0:
             self.priorities.mark_orphans(nodes)
         if self.windows.used:
@@ -574,8 +574,8 @@ class CacheState:
             self.backlog.exposed(node)
             self.backlog.update(node)
             self._recheck_evictable(node)
-            if before := index.orphans.get(node):  # its copies may be in warmer tiers now
-                self.attach_orphans((index.get(before),))
+            if parent_key := index.orphans.get(node):  # its copies may be in warmer tiers now
+                self.attach_orphans((index.get(parent_key),))
         if parent > ORPHANS and not index.num_children[tier][parent]:
             self._recheck_evictable(parent)
 

@@ -54,7 +54,7 @@ class Load:
     """The load of a lease onto the device by one or several jobs, and their progress.
 
     Attributes:
-        wait: Number of the wait for the load.
+        waiter: Number of the waiter of the load.
         began: Time at which the load was scheduled, in seconds.
         is_whole: Whether the load counts only if all its chunks arrive. Any other counts up to the first missing one.
         requests: The requested keys, by name of the request.
@@ -65,7 +65,7 @@ class Load:
         outcome: What has arrived, once the load has ended.
     """
 
-    wait: int = 0
+    waiter: int = 0
     began: float = 0.0
     is_whole: bool = False
     requests: Sequence[tuple[str | None, Sequence[Key]]] = ()
@@ -82,21 +82,21 @@ class Load:
 
     def conclude(self, unfinished: MissReason) -> list[MissReason]:
         """Set the outcome: the chunks that have arrived. Returns the misses; pending chunks count as `unfinished`."""
-        lead = next((i for i, job in enumerate(self.jobs) if not job.arrived), len(self.jobs))
+        lead = next((i for i, job in enumerate(self.jobs) if not job.succeeded), len(self.jobs))
         if self.is_whole and lead < len(self.jobs):
             lead = 0
-        arrived = sum(len(job.statuses) for job in self.jobs[:lead])
+        loaded_chunks = sum(len(job.statuses) for job in self.jobs[:lead])
         misses: list[MissReason] = []
         has_failed = False
         for reason in self._reasons(self.jobs[lead:], unfinished):
             if reason is None and not has_failed and not self.is_whole:
-                arrived += 1
+                loaded_chunks += 1
             elif reason is None or (has_failed and reason is MissReason.CANCELLED):
                 misses.append(MissReason.AFTER_MISS)
             else:
                 has_failed = True
                 misses.append(reason)
-        self.outcome = Outcome(arrived, tuple(self.sources[:arrived]))
+        self.outcome = Outcome(loaded_chunks, tuple(self.sources[:loaded_chunks]))
         return misses + self.not_scheduled
 
     def revoke(self) -> list[MissReason]:
@@ -126,9 +126,10 @@ class TierSlots(NamedTuple):
 class Job:
     """One transfer in flight between two sides, of which one may be the device (`None`).
 
-    It is `commanded` unless the engine moves the bytes itself. `pending_ranks` are the ranks that have not reported,
-    `waits` the waits of requests for its destination, by number; `request_number` that of the request that ordered it.
-    Of a read by the engine itself, `sources` are the tiers that its chunks are hits of, `is_first_group` or not.
+    It is `commanded` unless the inference engine moves the bytes itself. `pending_ranks` are the ranks that have not
+    reported, `waiters` those of requests for its destination, by number; `request_number` that of the request that
+    ordered it. Of a read by the engine itself, `sources` are the tiers that its chunks are hits of, `is_first_group` or
+    not.
     """
 
     transfer: Transfer
@@ -141,14 +142,14 @@ class Job:
     is_first_group: bool = False
     pending_ranks: set[int] = field(init=False)
     statuses: list[Status] = field(init=False)
-    waits: dict[int, Waiter] = field(init=False, default_factory=dict)
+    waiters: dict[int, Waiter] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.pending_ranks = set(range(self.transfer.ranks))
         self.statuses = [Status.OK] * len(self.transfer.items)
 
     @property
-    def arrived(self) -> bool:
+    def succeeded(self) -> bool:
         """Whether the job has ended, and every item has succeeded."""
         return not self.pending_ranks and self.statuses.count(Status.OK) == len(self.statuses)
 
@@ -187,7 +188,7 @@ class Job:
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """The wait of one request for reads, until `deadline`.
+    """What waits, for one request, for reads, until `deadline`.
 
     `jobs` are the reads that have not ended, `load` is the load that needs them, if any. The engine does not run the
     request meanwhile if it is `blocks_request`. It `lacks_room` if not all reads could be ordered yet.
@@ -207,53 +208,53 @@ class Waiter:
 
 
 class Waiters:
-    """The waits that are not over, ordered by deadline."""
+    """The waiters that are not done, ordered by deadline."""
 
     def __init__(self) -> None:
         self.open: dict[int, Waiter] = {}
         """By number."""
         self._due: list[tuple[float, int]] = []
 
-    def begin(self, wait: Waiter) -> None:
-        """Add `wait`, unless it is over."""
-        if wait.is_over:
+    def begin(self, waiter: Waiter) -> None:
+        """Add `waiter`, unless it is done."""
+        if waiter.is_over:
             return
         if len(self._due) > 2 * len(self.open) + 64:
             self._due = sorted((each.deadline, each.number) for each in self.open.values())
-        self.open[wait.number] = wait
-        heapq.heappush(self._due, (wait.deadline, wait.number))
+        self.open[waiter.number] = waiter
+        heapq.heappush(self._due, (waiter.deadline, waiter.number))
 
-    def join(self, wait: Waiter, jobs: Iterable[Job]) -> None:
-        """`wait` waits for these reads, too."""
+    def join(self, waiter: Waiter, jobs: Iterable[Job]) -> None:
+        """`waiter` waits for these reads, too."""
         for job in jobs:
-            job.waits[wait.number] = wait
-            wait.jobs.add(job.transfer.job)
+            job.waiters[waiter.number] = waiter
+            waiter.jobs.add(job.transfer.job)
 
     def job_ended(self, job: Job) -> None:
-        """A read has ended: remove it from all waits."""
-        for wait in job.waits.values():
-            wait.jobs.discard(job.transfer.job)
-            self.close(wait.number)
+        """A read has ended: remove it from all waiters."""
+        for waiter in job.waiters.values():
+            waiter.jobs.discard(job.transfer.job)
+            self.close(waiter.number)
 
     def close(self, number: int) -> None:
-        """Remove a wait, if it is over."""
-        wait = self.open.get(number)
-        if wait is not None and wait.is_over:
+        """Remove a waiter, if it is done."""
+        waiter = self.open.get(number)
+        if waiter is not None and waiter.is_over:
             del self.open[number]
 
     def due(self, now: float) -> list[Waiter]:
-        """The waits whose deadline has passed, in order; each is returned once."""
+        """The waiters whose deadline has passed, in order; each is returned once."""
         found: list[Waiter] = []
         while self._due and self._due[0][0] <= now:
-            wait = self.open.get(heapq.heappop(self._due)[1])
-            if wait is not None:
-                found.append(wait)
+            waiter = self.open.get(heapq.heappop(self._due)[1])
+            if waiter is not None:
+                found.append(waiter)
         return found
 
     def clear(self) -> None:
-        """Remove all waits."""
-        for wait in self.open.values():
-            wait.jobs.clear()
+        """Remove all waiters."""
+        for waiter in self.open.values():
+            waiter.jobs.clear()
         self.open.clear()
         self._due.clear()
 
@@ -268,7 +269,7 @@ class Transfers:
         self.generation = generation
         self.jobs: dict[int, Job] = {}
         self.commands: list[Command] = []
-        self.waits = Waiters()
+        self.waiters = Waiters()
         self.now = 0.0
         self._last_id = 0
         self.writing: dict[int | str, int] = dict.fromkeys(range(len(state.tiers)), 0)
@@ -283,22 +284,22 @@ class Transfers:
         self._last_id += 1
         return self._last_id
 
-    def join(self, wait: Waiter, slots: Sequence[int]) -> tuple[int, ...]:
-        """Have `wait` wait for the jobs that fill these slots of the host tier; returns the jobs."""
+    def join(self, waiter: Waiter, slots: Sequence[int]) -> tuple[int, ...]:
+        """Have `waiter` wait for the jobs that fill these slots of the host tier; returns the jobs."""
         writer = self.state.pools[0].writer
         jobs = tuple(dict.fromkeys(writer[slot] for slot in slots if slot in writer)) if writer else ()
-        self.waits.join(wait, [self.jobs[job] for job in jobs])
+        self.waiters.join(waiter, [self.jobs[job] for job in jobs])
         return jobs
 
-    def cancel_wait(self, wait: Waiter) -> None:
+    def cancel_wait(self, waiter: Waiter) -> None:
         """End a wait. Reads that no other request waits for are cancelled; they own their slots until they end."""
-        for job in sorted(wait.jobs):
-            waits = self.jobs[job].waits
-            del waits[wait.number]
-            if not waits:
+        for job in sorted(waiter.jobs):
+            waiters = self.jobs[job].waiters
+            del waiters[waiter.number]
+            if not waiters:
                 self.commands.append(Cancel(job))
-        wait.jobs.clear()
-        self.waits.close(wait.number)
+        waiter.jobs.clear()
+        self.waiters.close(waiter.number)
 
     def count_drop(self, tier: int, count: int, reason: DropReason) -> None:
         """Count chunks that `tier` did not store."""
@@ -309,7 +310,7 @@ class Transfers:
 
         If there is no such tier, a new generation begins.
         """
-        self.waits.clear()
+        self.waiters.clear()
         self.commands += [Cancel(job) for job in self.jobs]
         if first < len(self.state.tiers):
             self.state.reset_warmer(first)
@@ -334,7 +335,7 @@ class Transfers:
             self._count(job, result)
             if job.report(result):
                 self._finish(self.jobs.pop(result.job))
-                self.waits.job_ended(job)
+                self.waiters.job_ended(job)
                 if job.load is not None and job.load not in loads:
                     loads.append(job.load)
                 job.load = None  # avoids a reference cycle
@@ -406,8 +407,8 @@ class Transfers:
     ) -> Job:
         """Register a job for chunks whose source slots have a reader, and whose destinations are allocated.
 
-        A side that is `None` is the device, or the `remote` tier. Without `command`, the engine moves the bytes.
-        Writes have the deadline `settings.write_timeout`.
+        A side that is `None` is the device, or the `remote` tier. Without `command`, the inference engine moves the
+        bytes. Writes have the deadline `settings.write_timeout`.
         """
         ours = [None if side is None else side.tier for side in (source, destination)]
         route = Route(*(self._name(tier, remote) for tier in ours))
@@ -495,8 +496,8 @@ class Transfers:
             job.fail_invalid_sources(pool.invalid, pool.writer)
         good = statuses.count(Status.OK) == len(statuses)
         if writing:
-            into = job.transfer.route.destination if job.destination is None else job.destination.tier
-            self.writing[into] -= len(statuses)
+            destination = job.transfer.route.destination if job.destination is None else job.destination.tier
+            self.writing[destination] -= len(statuses)
         if job.destination is not None and not good:
             tier, slots = job.destination
             for slot, status in zip(slots, statuses, strict=True):

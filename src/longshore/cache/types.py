@@ -114,7 +114,7 @@ class LookupResult(NamedTuple):
         remote: For a lookup of one group: how many chunks more remote tiers are known to have behind it, for
             `prefetch`.
         probes: Probes of remote tiers in flight, for `progress`. Their answers may increase `remote`.
-        before: For a lookup of one group from `UNKNOWN_START`: the keys before the first one, as the tiers know them.
+        ancestor_keys: For a lookup of one group from `UNKNOWN_START`: the keys before its first, as tiers know them.
         request_number: The number of the request, in the order in which requests began, for its other calls; `None` for
             `Protection.NONE`.
         residency: For a lookup with `independent`: where each chunk is, by group.
@@ -129,7 +129,7 @@ class LookupResult(NamedTuple):
     partial: Partial | None = None
     remote: int = 0
     probes: tuple[int, ...] = ()
-    before: Sequence[Key] = ()
+    ancestor_keys: Sequence[Key] = ()
     request_number: int | None = None
     residency: Mapping[int, Residency] = {}
     remote_sources: Mapping[int, Sequence[str]] = {}
@@ -143,7 +143,7 @@ class DeviceCopy(NamedTuple):
 
 
 class LoadJob(NamedTuple):
-    """A job of a load of `num_chunks` consecutive chunks. `slots`: where to read them if the engine moves the bytes."""
+    """A job of a load of `num_chunks` consecutive chunks. `slots`: where to read them if the inference engine does."""
 
     job: int
     num_chunks: int
@@ -189,8 +189,8 @@ class ScheduledStore(NamedTuple):
     `job` is `None` if no chunk was accepted. `stored_prefix` is the number of leading chunks of the path that are in a
     tier or on their way into one, including those before `start`; `already_stored` are the positions of given chunks
     that a tier had before. With `retry`, there is no room yet, and backups that make room are in flight: nothing was
-    accepted, and the call can be repeated. `later` are the positions that follow the accepted ones of a `stream`, for
-    which room is being made: the call can be repeated for them.
+    accepted, and the call can be repeated. `later` are, with `defer_rest`, the positions that follow the accepted ones,
+    for which room is being made: the call can be repeated for them.
     """
 
     job: int | None
@@ -202,6 +202,7 @@ class ScheduledStore(NamedTuple):
     later: Sequence[int] = ()
 
 
+LookupResult.before = former_name("before", "ancestor_keys")  # type: ignore[attr-defined]
 ScheduledStore.known = former_name("known", "already_stored")  # type: ignore[attr-defined]
 ScheduledStore.kept = former_name("kept", "stored_prefix")  # type: ignore[attr-defined]
 
@@ -459,10 +460,10 @@ class Counters:
     def count_transfer(self, route: str, result: TransferResult) -> None:
         """Count what a rank moved on `route`. What moved nothing, as after a refusal, is not in the histograms."""
         totals = self.routes.get(route) or self.routes.setdefault(route, RouteTotals())
-        arrived = result.statuses.count(Status.OK)
-        totals.chunks += arrived
-        totals.failed += len(result.statuses) - arrived
-        self.internal_errors += arrived < len(result.statuses) and Status.INTERNAL_ERROR in result.statuses
+        succeeded = result.statuses.count(Status.OK)
+        totals.chunks += succeeded
+        totals.failed += len(result.statuses) - succeeded
+        self.internal_errors += succeeded < len(result.statuses) and Status.INTERNAL_ERROR in result.statuses
         totals.bytes += result.bytes
         totals.seconds += result.seconds
         if result.bytes:

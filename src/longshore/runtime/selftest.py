@@ -97,7 +97,7 @@ def _has_empty_slab(stack: Stack, file: Tier) -> bool:
     """Whether a slab of the file tier holds no records, neither ours nor of other scopes."""
     with stack.runtime.locked() as cache:
         ours = sum(size.slabs for stats in cache.stats() if stats.name == FILE for size in stats.sizes)
-    return ours + len({file.slabs.slab_of(slot) for slot in file.others()}) < file.slabs.slabs
+    return ours + len({file.slabs.slab_of(slot) for slot in file.other_scope_slots()}) < file.slabs.slabs
 
 
 def _copy(engine: TransferEngine, transfer: Transfer, timeout: float) -> None:

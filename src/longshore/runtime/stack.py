@@ -59,7 +59,7 @@ def registrar_for(device: str) -> CudaRegistrar | None:
     return CudaRegistrar(TorchCudaRuntime(device)) if device.startswith("cuda") else None
 
 
-def open_arena(config: Config, slots: int, image_bytes: int, registrar: CudaRegistrar | None) -> Arena:
+def open_arena(config: Config, slabs: int, slab_bytes: int, registrar: CudaRegistrar | None) -> Arena:
     """An arena for exactly `slots` images. Raises `TierError`, with nothing left behind, if there is no memory."""
     settings = ArenaSettings(
         numa_node=None if config.host_numa == "off" else config.host_numa,
@@ -68,10 +68,10 @@ def open_arena(config: Config, slots: int, image_bytes: int, registrar: CudaRegi
         shared=config.host_shared or any(parse_url(url).is_mooncake for url in config.remote),
     )
     with contextlib.ExitStack() as undo:
-        arena = Arena(slots * image_bytes, settings)
+        arena = Arena(slabs * slab_bytes, settings)
         undo.callback(arena.close)
         if registrar is not None:
-            arena.register(registrar, image_bytes)
+            arena.register(registrar, slab_bytes)
         undo.pop_all()
     return arena
 
@@ -144,7 +144,7 @@ class Stack:
         If the missing chunks exceed half of the host tier, or it has too many chunks without a backup, they are
         loaded in parts of that size, and backups make room before each part. All ends within `load_timeout`, and what
         has arrived by then counts. The caller releases the lease. `on_job` is called with each job and the blocks that
-        it fills: a job may still run when this returns. The first of the blocks is sub-block `skip` of its chunk.
+        it fills: a job may still run when this returns. The first of the blocks is block `skip` of its chunk.
         """
         return self.start_load(found, path, blocks, on_job, skip=skip, request=request, origins=origins)()
 
@@ -170,7 +170,9 @@ class Stack:
             runs, dirty = cache.progress(lease).runs, cache.backups_needed
         tiers = [run.tier for run in runs for _ in range(run.num_chunks)][: -(-(skip + len(blocks)) // per_chunk)]
         missing = len(tiers) - tiers.count(FILE if self.host is None else HOST)
-        if missing > self._part or (missing and len(tiers) + dirty > 2 * self._part):  # room has to be made
+        if missing > self._part_chunks or (
+            missing and len(tiers) + dirty > 2 * self._part_chunks
+        ):  # room has to be made
             origins = {**dict(zip(path.keys[path.start :], tiers, strict=False)), **(origins or {})}
             found = found._replace(num_chunks=min(len(tiers), found.num_chunks))
             return lambda: self._load_in_parts(found, path, blocks, on_job, skip, request, origins)
@@ -192,7 +194,7 @@ class Stack:
         runtime, per_chunk, sources = self.runtime, self.config.blocks_per_chunk, list[str]()
         deadline, number = runtime.clock() + self.config.load_timeout, found.request_number
         while len(sources) < found.num_chunks and (left := deadline - runtime.clock()) > 0:
-            done, now, end = len(sources), runtime.clock(), min(found.num_chunks, len(sources) + self._part)
+            done, now, end = len(sources), runtime.clock(), min(found.num_chunks, len(sources) + self._part_chunks)
             part = GroupKeys(path.keys[: path.start + end], path.start + done)
             with runtime.batch() as cache:
                 hit = cache.lookup({0: part}, now, request=request, request_number=number, count=False, remote_tiers=())
@@ -228,14 +230,14 @@ class Stack:
         for a part is waited for. `on_job` is told which of the `blocks` each job reads.
         """
         runtime, per_chunk, names = self.runtime, self.config.blocks_per_chunk, path.keys
-        deadline, first, most = runtime.clock() + timeout, path.start, self._part if timeout else len(names)
+        deadline, first, most = runtime.clock() + timeout, path.start, self._part_chunks if timeout else len(names)
         while True:
             end, left = min(len(names), first + most), deadline - runtime.clock()
             part, skipped = path._replace(chunks=names[:end], start=first), (first - path.start) * per_chunk
             mine = blocks[skipped : (end - path.start) * per_chunk]
             with runtime.batch() as cache:
                 store = functools.partial(cache.store, before_eviction=before_eviction, request_number=request_number)
-                scheduled = store({0: part}, {0: mine}, wait_for_room=left > 0)[0]
+                scheduled = store({0: part}, {0: mine}, all_or_retry=left > 0)[0]
                 if scheduled.job is not None:
                     at = [position - first for position in scheduled.positions]
                     on_job(scheduled.job, [block for i in at for block in mine[i * per_chunk : (i + 1) * per_chunk]])
@@ -247,7 +249,7 @@ class Stack:
                 first = end
 
     @property
-    def _part(self) -> int:
+    def _part_chunks(self) -> int:
         """How many chunks pass through the host tier at a time, if not all fit: half of its slots."""
         tier = self.file if self.host is None else self.host
         return 1 if tier is None else max(1, tier.slabs.indices // 2)
@@ -360,8 +362,8 @@ def open_stack(
     scope: Scope,
     device: Device,
     *,
-    open_file: Callable[..., Tier] = FileTier,
-    open_gds: Callable[..., Tier] = GdsFileTier,
+    open_file_tier: Callable[..., Tier] = FileTier,
+    open_gds_tier: Callable[..., Tier] = GdsFileTier,
     open_remote: Sequence[Callable[..., KeyedTier]] = (),
     open_store: Callable[..., KeyedTier] = _open_store,
     groups: Sequence[CacheGroup] = (),
@@ -372,8 +374,8 @@ def open_stack(
 
     `groups` says what the layout does not: which of its groups see a window only, or keep a state. With `partial`, the
     tokens of chunks are kept for partial matches. Without either all of a path must be there.
-    `open_file` makes the file tier, with the arguments of `FileTier`, `open_gds` that of mode `gds`, with those of
-    `GdsFileTier`: the place for wrappers around them. `open_remote` makes remote tiers beside the stores of `config`,
+    `open_file_tier` makes the file tier, with the arguments of `FileTier`, `open_gds_tier` that of mode `gds`, with
+    those of `GdsFileTier`: the place for wrappers. `open_remote` makes remote tiers beside the stores of `config`,
     of which the first that has a chunk is read; each is called with `arena`, `image_bytes` (by size class), `scope` and
     `generation` (that of the file tier), and closed with the stack. `open_store` makes those of `config`, from a URL,
     a name, and the same. Where the device keeps no images, `gds` becomes
@@ -381,8 +383,8 @@ def open_stack(
     what is asked for, or a tier cannot hold a single image, and `TierError` when the file tier cannot be opened;
     nothing stays behind then.
 
-    With a `staging` there is no host tier: images pass through it on their way between the device and what `open_gds`
-    makes. The caller closes its memory, after the stack.
+    With a `staging` there is no host tier: images pass through it on their way between the device and what
+    `open_gds_tier` makes. The caller closes its memory, after the stack.
     """
     _check_config(config, layout, staging, has_stores=bool(open_remote or config.remote))
     staging = staging or open_staging(config, layout, device)
@@ -398,7 +400,7 @@ def open_stack(
             undo.callback(arena.close)
             host = HostSlabs(arena, slabs)
         if staging is not None or config.file_path is not None:
-            file = (open_file if staging is None else open_gds)(
+            file = (open_file_tier if staging is None else open_gds_tier)(
                 config.file_path,
                 capacity=config.file_size,
                 image_bytes=sizes,
@@ -522,17 +524,17 @@ def named_stores(config: Config) -> dict[str, str]:
 
 def adopt_found(cache: TieredCache, file: Tier) -> None:
     """Have `cache` adopt the records that a file tier recovered at start, and log their number."""
-    found, others = file.recover(), file.others()
-    adopted = cache.adopt(FILE, found, others)
+    found, other_scope_slots = file.recover(), file.other_scope_slots()
+    adopted = cache.adopt(FILE, found, other_scope_slots)
     skipped = len(found) - adopted
     _log.info("file tier: recovered %d of %d chunk images", adopted, len(found))
     if skipped:
         _log.info("file tier: %d records skipped: their image size is not that of their slab or parent", skipped)
-    if others:
+    if other_scope_slots:
         _log.warning(
             "file tier: %d records belong to other models, weights or settings; they are overwritten when no empty "
             "slot is left; `longshore gc DIRECTORY` lists and removes them",
-            len(others),
+            len(other_scope_slots),
         )
 
 
@@ -555,14 +557,14 @@ def make_cache(
     if file is not None:
         tiers.append(TierSpec(FILE, file.slabs, policy=policy, outlives=True))
     daily, rule = config.file_daily_writes, config.offload if host is None else config.backup
-    into = {FILE: WriteRule(rule, config.threshold, daily / 86_400)} if file is not None and daily else {}
+    write_rules = {FILE: WriteRule(rule, config.threshold, daily / 86_400)} if file is not None and daily else {}
     for name, url in named_stores(config).items() if remote else ():
-        into[name] = WriteRule(_WRITES[parse_url(url).write])
+        write_rules[name] = WriteRule(_WRITES[parse_url(url).write])
     urls = [*config.remote, *([config.peer_url] if PEERS in remote else [])]
     slowest = max((parse_url(url).probe_timeout for url in urls), default=0.0)
     stores: dict[str, Any] = {"probe_timeout": slowest + _ANSWER_SECONDS} if urls else {}
     settings = CacheSettings(
-        into=into,
+        write_rules=write_rules,
         blocks_per_chunk=config.blocks_per_chunk,
         offload=config.offload,
         backup=config.backup,

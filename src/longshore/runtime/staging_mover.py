@@ -3,9 +3,9 @@
     to the file     pages ──engine──► staging slot ──tier──► file          each arrow begins when the one before it has
     from the file   pages ◄──engine── staging slot ◄──tier── file          ended, by its result, never by its submission
 
-File I/O has no stream order. The engine's copies keep stream order, as always; file I/O begins when their bytes are in
-place, and a staging slot is not reused until both have ended. Jobs longer than the staging area are split, the more
-urgent jobs first.
+File I/O has no stream order. The transfer engine's copies keep stream order, as always; file I/O begins when their
+bytes are in place, and a staging slot is not reused until both have ended. Jobs longer than the staging area are split,
+the more urgent jobs first.
 
 The blocks of a job are touched by copies only, never by file I/O. So the blocks of a cancelled job are free as soon
 as no copy of it is in flight (`touches_blocks`), however long the disk takes to end the rest.
@@ -132,7 +132,7 @@ class StagingMover:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`engine` copies between pages and `staging`; `tier` reads and writes the staging area's memory."""
+        """Transfer `engine` copies between pages and `staging`; `tier` reads and writes the staging area's memory."""
         self._engine = engine
         self._layout = layout
         self._staging = staging
@@ -142,7 +142,7 @@ class StagingMover:
         self._read = Route(tier.name, DEVICE)
         self._jobs: dict[int, _StagedJob] = {}
         self._numbers = 0
-        self._copying: dict[int, _StagedPiece] = {}  # by the engine's job
+        self._copying: dict[int, _StagedPiece] = {}  # by the transfer engine's job
         self._filing: dict[int, _StagedPiece] = {}  # by the tier's ticket
         self._results: list[TransferResult] = []
         self._closed = False
@@ -307,7 +307,7 @@ class StagingMover:
             self._end(piece, [refused if status is Status.OK else status for status in statuses])
 
     def _refused(self, piece: _StagedPiece, error: Exception) -> Status:
-        """Of what the engine or the tier did not take, while `error` is being handled."""
+        """Of what the transfer engine or the tier did not take, while `error` is being handled."""
         status = submit_status(error)
         if status in (Status.DEVICE_ERROR, Status.INTERNAL_ERROR):
             job, route = piece.job.transfer.job, piece.job.transfer.route

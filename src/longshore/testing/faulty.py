@@ -186,9 +186,9 @@ class FaultyTier(Tier):
         """As the inner tier."""
         return self.inner.recover()
 
-    def others(self) -> Sequence[int]:
+    def other_scope_slots(self) -> Sequence[int]:
         """The inner tier's."""
-        return self.inner.others()
+        return self.inner.other_scope_slots()
 
     def delete_records(self, slots: Sequence[int]) -> None:
         """The inner tier discards."""

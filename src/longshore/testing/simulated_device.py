@@ -65,9 +65,9 @@ class SimulatedDevice(Device):
         self._depth = depth
         self._name = name
 
-    def stream(self, layout: KVLayout, into: str) -> Stream:
+    def stream(self, layout: KVLayout, destination: str) -> Stream:
         """A queue, with a descriptor buffer per copy in flight."""
-        return SimulatedStream(self._world, self._world.queue(f"{self._name} into {into}"), self._depth)
+        return SimulatedStream(self._world, self._world.queue(f"{self._name} into {destination}"), self._depth)
 
     def resolve(self, compute: object) -> object:
         """The queue itself."""
@@ -131,7 +131,7 @@ class SimulatedStream(Stream):
         label = f"copy {self._copies} {self._queue.name}"
         self._copies += 1
         self._world.touch(f"descriptors of {label}", writes=[buffer])
-        destination, source, size = planner.build(batch).directed(batch.into)
+        destination, source, size = planner.build(batch).directed(batch.destination)
         mark = self._world.give(
             self._queue,
             label,

@@ -82,6 +82,15 @@ class TierResult(NamedTuple):
     queued_seconds: float
 
 
+_FORMER_METHODS = {
+    "discard": "delete_records",
+    "forget": "reset",
+    "is_away": "is_unavailable",
+    "others": "other_scope_slots",
+    "trouble": "degraded_reason",
+}
+
+
 class Tier(ABC):
     """Storage for chunk images, addressed by slot, accessed through the host arena.
 
@@ -100,7 +109,7 @@ class Tier(ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Raises `TypeError` for a tier that defines methods under their former names: they would not be called."""
-        for old, new in {"discard": "delete_records", "forget": "reset", "is_away": "is_unavailable"}.items():
+        for old, new in _FORMER_METHODS.items():
             if getattr(cls, old, None) is not getattr(Tier, old, None):
                 raise TypeError(f"{cls.__name__}.{old} is not called any more: rename it to {new}")
         super().__init_subclass__(**options)
@@ -128,12 +137,14 @@ class Tier(ABC):
         """Chunks of an earlier process, least recently used first; none for most tiers."""
         return []
 
-    def others(self) -> Sequence[int]:
+    def other_scope_slots(self) -> Sequence[int]:
         """Slots with records of other scopes, least recently used first; none for most tiers.
 
         Empty slots should be written before these.
         """
         return ()
+
+    others = former_name("others", "other_scope_slots")
 
     def delete_records(self, slots: Sequence[int]) -> None:  # noqa: B027 - nothing to do for a tier that keeps nothing
         """Delete the records in `slots`: `recover` must not return them after a restart."""
@@ -162,7 +173,7 @@ class Tier(ABC):
     is_away = former_name("is_away", "is_unavailable")
 
     @property
-    def trouble(self) -> str:
+    def degraded_reason(self) -> str:
         """Why the tier serves no reads, or takes no writes, at present; empty if it does."""
         found = self.failures
         if found.get("off"):
@@ -170,6 +181,8 @@ class Tier(ABC):
         if self.is_unavailable:
             return "unavailable: its process or disk does not respond, or its circuit breaker is open"
         return "read-only after repeated write errors" if found.get("read_only") else ""
+
+    trouble = former_name("trouble", "degraded_reason")
 
     @property
     def generation(self) -> int:

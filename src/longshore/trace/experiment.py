@@ -468,7 +468,7 @@ class CacheReplay:
         specs += [TierSpec(FILE, file_slots, policy=kind)] if file_slots else []
         self.cache = TieredCache(specs, CacheSettings(max_writes=_MAX_WRITES, stores_wait=file_slots > 0))
         self.hits: Counter[str] = Counter(dict.fromkeys((spec.name for spec in specs), 0))
-        self._part = max(1, slots // _PARTS) if file_slots else 0
+        self._part_chunks = max(1, slots // _PARTS) if file_slots else 0
         self._now = 0.0
 
     @property
@@ -487,10 +487,10 @@ class CacheReplay:
         found = cache.lookup({0: GroupKeys(keys)}, now, reuse_hint=reuse_hint)
         hits = loaded = found.num_chunks
         lease = found.lease
-        if lease is not None and self._part and hits > self._part:
+        if lease is not None and self._part_chunks and hits > self._part_chunks:
             loaded = 0
-            for first in range(0, hits, self._part):
-                part = GroupKeys(keys[: min(hits, first + self._part)], first)
+            for first in range(0, hits, self._part_chunks):
+                part = GroupKeys(keys[: min(hits, first + self._part_chunks)], first)
                 mine = cache.lookup({0: part}, now, request_number=found.request_number).lease
                 if mine is None:
                     raise IntegrityError(f"held blocks were evicted: those found from {first} on")
@@ -508,7 +508,7 @@ class CacheReplay:
             self._store(keys, hits, found.request_number)
         if lease is not None:
             cache.release(lease)
-        if self._part:
+        if self._part_chunks:
             cache.end_step()
             self._move()
         return loaded
@@ -518,18 +518,18 @@ class CacheReplay:
         self.cache.load(lease, {0: range(wanted)})
         self._move()
         outcome = self.cache.progress(lease).outcome
-        if outcome is None or (outcome.num_chunks < wanted and not self._part):
+        if outcome is None or (outcome.num_chunks < wanted and not self._part_chunks):
             raise IntegrityError(f"not all of the {wanted} blocks found were loaded: {outcome}")
         self.hits.update(outcome.sources)
         return outcome.num_chunks
 
     def _store(self, keys: Sequence[Key], first: int, request_number: int | None) -> None:
         """Store what is behind the hits; if there are files, again as long as that makes room for more."""
-        waits = bool(self._part)
+        waits = bool(self._part_chunks)
         while first < len(keys):
             blocks = {0: range(first, len(keys))}
             scheduled = self.cache.store(
-                {0: GroupKeys(keys, first)}, blocks, request_number=request_number, wait_for_room=waits
+                {0: GroupKeys(keys, first)}, blocks, request_number=request_number, all_or_retry=waits
             )[0]
             ordered = self._move()
             if not waits or not (scheduled.positions or (scheduled.retry and ordered)):
@@ -543,7 +543,7 @@ class CacheReplay:
             any_were = True
             done = [TransferResult(job.job, (Status.OK,) * len(job.items), len(job.items)) for job in jobs]
             self.cache.apply_results(done, self._now)
-            if not self._part:
+            if not self._part_chunks:
                 break
         return any_were
 

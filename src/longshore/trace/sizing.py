@@ -179,10 +179,10 @@ def estimate(
         loading, computing = _times(timing, arrivals.block_tokens, image, tokens[first : some.stop], *blocks)
         for row, request in enumerate(some):
             mine = free[arrivals.replica[request]]
-            engine = mine.argmin(axis=1)
-            begun = np.maximum(mine[rows, engine], seconds[request] + loading[row])
-            mine[rows, engine] = begun + computing[row]
-            ttft[request] = mine[rows, engine] - seconds[request]
+            first_free = mine.argmin(axis=1)
+            begun = np.maximum(mine[rows, first_free], seconds[request] + loading[row])
+            mine[rows, first_free] = begun + computing[row]
+            ttft[request] = mine[rows, first_free] - seconds[request]
     p95 = np.percentile(ttft, 95, axis=0).tolist()
     return tuple(
         Estimate(*cell, prices.of(cell, arrivals.replicas), each) for cell, each in zip(cells, p95, strict=True)

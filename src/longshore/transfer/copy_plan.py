@@ -69,7 +69,7 @@ def plan_copy(
     sections: Sequence[Section],
     images: Sequence[int] | I64,
     *,
-    into: str,
+    destination: str,
     host_address: int,
     host_bytes: int,
     tokens: int | None = None,
@@ -81,7 +81,7 @@ def plan_copy(
         layout: Where pages lie.
         sections: Device blocks per group; sections may be empty, and groups may be missing.
         images: Byte offset in host memory of each item's image, in the order of the sections' chunks.
-        into: The tier that is written, `DEVICE` or `HOST`; written blocks or images must be distinct.
+        destination: The tier that is written, `DEVICE` or `HOST`; written blocks or images must be distinct.
         host_address: Address of the host memory.
         host_bytes: Size of the host memory.
         tokens: Leading tokens to move of the last block of the last non-empty section. `None`, zero or less, and the
@@ -94,8 +94,8 @@ def plan_copy(
         FreedLayoutError: The device memory is gone.
     """
     layout.check_live()
-    if into not in (HOST, DEVICE):
-        raise PlanError(f"expected destination {DEVICE!r} or {HOST!r}, got {into!r}")
+    if destination not in (HOST, DEVICE):
+        raise PlanError(f"expected destination {DEVICE!r} or {HOST!r}, got {destination!r}")
     items = _items_per_section(layout, sections)
     offsets = _integers(images, "image offsets")
     if sum(items) != len(offsets):
@@ -107,10 +107,10 @@ def plan_copy(
         _check_images(offsets, taken, layout.image_bytes_of(section.group), host_bytes, room)
         per_chunk = layout.groups[section.group].blocks_per_chunk
         parts += _parts(layout, section, widths, per_chunk, offsets[taken], taken.start)
-    batch = CopyBatch(layout, layout.generation, into, host_address, tuple(parts))
+    batch = CopyBatch(layout, layout.generation, destination, host_address, tuple(parts))
     groups = [section.group for section in sections]
     plan = CopyPlan(batch, offsets, tuple(zip(groups, items, strict=True)))
-    if into == DEVICE:
+    if destination == DEVICE:
         _check_blocks_differ(plan)
     else:
         # Images that do not overlap are apart by the length of one: they differ in the bits above that.

@@ -125,7 +125,10 @@ class TransferEngine:
             {**device_pools, TierPool(HOST, 0): host.slabs.indices}, queues=len(_DIRECTIONS) * len(Urgency)
         )
         self._state = EngineState(self._driver, self._driver.watch(hazards), clock, max_batch_bytes)
-        self._lanes = {into: Lane(f"into {into}", device.stream(layout, into), self._state) for into in _DIRECTIONS}
+        self._lanes = {
+            destination: Lane(f"into {destination}", device.stream(layout, destination), self._state)
+            for destination in _DIRECTIONS
+        }
         for lane in self._lanes.values():
             self._driver.start(f"longshore {lane.name}", lane.run(), self._state.stop)
         if driver is None:
@@ -140,6 +143,8 @@ class TransferEngine:
         """Copies submitted until `end_step` wait for work submitted to `compute` so far.
 
         `compute` is the device's own kind of stream, `None` the calling thread's. A second call adds to the first.
+        Callers that wait for the results of their copies before they compute (`PrefixStore`, the self-test) need no
+        `end_step`: what has ended is forgotten by the next call.
         """
         compute = self._device.resolve(compute)
         event = self._device.record_event(compute)
@@ -249,7 +254,9 @@ class TransferEngine:
         """Current statistics. Works after `close` too."""
         with self._lock:
             queued = {
-                (into, urgency): lane.queued(urgency) for into, lane in self._lanes.items() for urgency in Urgency
+                (destination, urgency): lane.queued(urgency)
+                for destination, lane in self._lanes.items()
+                for urgency in Urgency
             }
             return TransferStats(queued, self._refused, dict(self._device.fallbacks()))
 
@@ -293,16 +300,18 @@ class TransferEngine:
             written = [Access(TierPool(DEVICE, pool), blocks, True) for pool, blocks in plan.blocks().items()]
             return plan, read + written
         images = images_of(transfer, self._host)
-        into = transfer.route.destination
+        destination = transfer.route.destination
         plan = plan_copy(
             self._layout,
             transfer.sections,
             images.offsets,
-            into=into,
+            destination=destination,
             host_address=self._host.arena.address,
             host_bytes=self._host.arena.nbytes,
             tokens=transfer.tokens,
             room=images.room,
         )
-        device = [Access(TierPool(DEVICE, pool), blocks, into == DEVICE) for pool, blocks in plan.blocks().items()]
-        return plan, [*device, Access(TierPool(HOST, 0), images.overlap_units, into == HOST)]
+        device = [
+            Access(TierPool(DEVICE, pool), blocks, destination == DEVICE) for pool, blocks in plan.blocks().items()
+        ]
+        return plan, [*device, Access(TierPool(HOST, 0), images.overlap_units, destination == HOST)]

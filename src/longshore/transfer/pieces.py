@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from longshore.boundary import HOST, I64
-from longshore.errors import FreedLayoutError
+from longshore.errors import FreedLayoutError, former_name
 from longshore.layout.model import U64, KVLayout, RefTable
 
 
@@ -113,14 +113,14 @@ class CopyBatch(NamedTuple):
     Attributes:
         layout: The layout that the ids were checked against.
         generation: The layout's generation then.
-        into: The tier that is written: `DEVICE` or `HOST`.
+        destination: The tier that is written: `DEVICE` or `HOST`.
         host_address: Where the host memory starts.
         parts: What moves.
     """
 
     layout: KVLayout
     generation: int
-    into: str
+    destination: str
     host_address: int
     parts: tuple[CopyPart, ...]
 
@@ -170,6 +170,9 @@ class CopyBatch(NamedTuple):
             yield self._replace(parts=tuple(taken))
 
 
+CopyBatch.into = former_name("into", "destination")  # type: ignore[attr-defined]
+
+
 _BUFFER_SIZE_IS_LOCAL = int(np.__version__.partition(".")[0]) >= 2  # to the context; before, to the thread
 
 
@@ -183,9 +186,9 @@ class Pieces(NamedTuple):
     host: U64
     size: U64
 
-    def directed(self, into: str) -> tuple[U64, U64, U64]:
+    def directed(self, destination: str) -> tuple[U64, U64, U64]:
         """Destination, source and size."""
-        return (self.host, self.device, self.size) if into == HOST else (self.device, self.host, self.size)
+        return (self.host, self.device, self.size) if destination == HOST else (self.device, self.host, self.size)
 
 
 class BlockRuns(NamedTuple):

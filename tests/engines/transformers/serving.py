@@ -66,7 +66,7 @@ def scaled_by_tokens(module: Any, arguments: Any, output: Any) -> Any:
 def serve(
     tmp_path: Path,
     *,
-    open_file: Callable[..., Tier] = FileTier,
+    open_file_tier: Callable[..., Tier] = FileTier,
     dtype: str = "float32",
     attention: str = "eager",
     whole_blocks: bool = False,
@@ -79,7 +79,7 @@ def serve(
     if shape_matters:
         demo.model.model.embed_tokens.register_forward_hook(scaled_by_tokens)
     config = Config.make(**{**demo.config(tmp_path).model_dump(), **settings})
-    with tiered(demo.model, config, open_file=open_file) as tiers:
+    with tiered(demo.model, config, open_file_tier=open_file_tier) as tiers:
         run, hits = run_tiered(demo, tiers, lambda: None)
         assert tiers.stack.runtime.flush(30.0)
         with tiers.stack.runtime.batch() as cache:

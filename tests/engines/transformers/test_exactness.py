@@ -92,7 +92,7 @@ def test_negative_control_flipped_bits_without_checksums_are_noticed(
 ) -> None:
     monkeypatch.setattr(RecordVerifier, "check_image", lambda self, header, computed: Status.OK)
     io = FlippingIo()
-    served = serve(tmp_path, open_file=partial(FileTier, io=io))
+    served = serve(tmp_path, open_file_tier=partial(FileTier, io=io))
     assert io.flips > 0
     assert served.tiered.restored_blocks["file"] > 0
     assert not served.equal
@@ -100,7 +100,7 @@ def test_negative_control_flipped_bits_without_checksums_are_noticed(
 
 def test_flipped_bits_are_counted_misses(tmp_path: Path) -> None:
     io = FlippingIo()
-    served = serve(tmp_path, open_file=partial(FileTier, io=io))
+    served = serve(tmp_path, open_file_tier=partial(FileTier, io=io))
     assert io.flips > 0
     assert served.counters.misses[MissReason.CORRUPT] > 0
     assert served.restored > 0

@@ -25,11 +25,11 @@ def later(op: Op, fault: Fault, seconds: float = 0.0) -> Rule:
 def run(tmp_path: Path, *rules: Rule, **settings: Any) -> tuple[Served, FaultyTier]:
     made: list[FaultyTier] = []
 
-    def open_file(*args: Any, arena: Any, **kwargs: Any) -> FaultyTier:
+    def open_file_tier(*args: Any, arena: Any, **kwargs: Any) -> FaultyTier:
         made.append(FaultyTier(FileTier(*args, arena=arena, **kwargs), FaultPlan(rules, seed=1), arena))
         return made[-1]
 
-    return serve(tmp_path, open_file=open_file, **settings), made[-1]
+    return serve(tmp_path, open_file_tier=open_file_tier, **settings), made[-1]
 
 
 @pytest.mark.parametrize(

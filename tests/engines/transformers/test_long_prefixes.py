@@ -141,7 +141,7 @@ def test_dead_tier_host_costs_a_long_prefix_its_tail(
 ) -> None:
     tokens = long_tokens(LONG)
     cache, config = prefill(model, tokens), settings(tmp_path, host_shared=True, load_timeout=60.0)
-    with PrefixStore(model, config, block_size=16, staging_blocks=8, open_file=dying) as store:
+    with PrefixStore(model, config, block_size=16, staging_blocks=8, open_file_tier=dying) as store:
         if op is Op.WRITE:
             dying.dies_at[op] = 2
             kept = store.store_prefix(tokens, cache)
@@ -170,12 +170,14 @@ def test_a_corrupt_record_ends_a_long_prefix(model: Any, tmp_path: Path) -> None
     tokens, made = long_tokens(LONG), list[FaultyTier]()
     cache = prefill(model, tokens)
 
-    def open_file(*args: Any, arena: Any, **kwargs: Any) -> FaultyTier:
+    def open_file_tier(*args: Any, arena: Any, **kwargs: Any) -> FaultyTier:
         rule = Rule(Op.READ, Fault.CORRUPT, nth=frozenset({13}))
         made.append(FaultyTier(FileTier(*args, arena=arena, **kwargs), FaultPlan([rule], seed=1), arena))
         return made[-1]
 
-    with PrefixStore(model, settings(tmp_path), block_size=16, staging_blocks=8, open_file=open_file) as store:
+    with PrefixStore(
+        model, settings(tmp_path), block_size=16, staging_blocks=8, open_file_tier=open_file_tier
+    ) as store:
         assert store.store_prefix(tokens, cache) == LONG * 16
         restored, n = store.restore_prefix(tokens)
         assert made[0].fired[Fault.CORRUPT] == 1
@@ -296,7 +298,7 @@ def test_a_tier_host_that_dies_leaves_long_prompts_exact(tmp_path: Path, dying: 
     model, prompts = batched_model(), [long_prompt(start) for start in (200, 201)]
     expected = generate(model, prompts, num_blocks=80)
     config = tier_settings(tmp_path, host_shared=True)
-    with tiered(model, config, open_file=dying) as tiers:
+    with tiered(model, config, open_file_tier=dying) as tiers:
         if op is Op.WRITE:
             dying.dies_at[op] = 2  # in the self-test there is one
         assert close(generate(model, prompts, num_blocks=80), expected)

@@ -199,7 +199,7 @@ def test_a_prefetch_ends_with_its_request(
 ) -> None:
     model, config = make_model(), config_of(tmp_path)
     store(model, config, PROMPTS[1:])
-    with tiered(model, config, open_file=HeldFiles) as tiers, running(model, max_requests_per_batch=1) as manager:
+    with tiered(model, config, open_file_tier=HeldFiles) as tiers, running(model, max_requests_per_batch=1) as manager:
         manager.add_request(PROMPTS[0], request_id="first", max_new_tokens=2000)
         until(lambda: tiers.lookups == 1)
         stack, allocator = tiers.stack, tiers._allocator
@@ -240,7 +240,7 @@ def test_a_prefetch_ends_with_its_request(
 def test_a_request_waits_for_its_prefetch_while_others_run(tmp_path: Path, held: threading.Event, policy: str) -> None:
     model, config = make_model(), config_of(tmp_path, prefetch=policy, prefetch_timeout=TIMEOUT, load_timeout=TIMEOUT)
     store(model, config, PROMPTS[1:2])
-    with tiered(model, config, open_file=HeldFiles) as tiers, running(model) as manager:
+    with tiered(model, config, open_file_tier=HeldFiles) as tiers, running(model) as manager:
         manager.add_request(PROMPTS[0], request_id="first", max_new_tokens=2000)
         until(lambda: tiers.lookups == 1)
         held.clear()
@@ -266,7 +266,7 @@ def test_a_request_waits_no_longer_than_it_is_told_to(tmp_path: Path, held: thre
     model = make_model()
     config = config_of(tmp_path, prefetch="timeout", prefetch_timeout=0.1, load_timeout=0.2)
     store(model, config, PROMPTS[1:2])
-    with tiered(model, config, open_file=HeldFiles) as tiers, running(model) as manager:
+    with tiered(model, config, open_file_tier=HeldFiles) as tiers, running(model) as manager:
         manager.add_request(PROMPTS[0], request_id="first", max_new_tokens=2000)
         until(lambda: tiers.lookups == 1)
         held.clear()
@@ -297,7 +297,7 @@ def test_while_none_runs_only_the_first_is_waited_for(
         late.extend([self.asking] if self._lookups[self.asking or ""].is_late else [])
         return match(self, prompt)
 
-    with tiered(model, config, open_file=HeldFiles) as tiers:
+    with tiered(model, config, open_file_tier=HeldFiles) as tiers:
         monkeypatch.setattr(TieredAllocator, "prefetch_waiting", expect)
         monkeypatch.setattr(TieredAllocator, "match_prefix_blocks", match_prefix_blocks)
         with running(model, PROMPTS[:3]) as manager:
@@ -331,7 +331,7 @@ def test_prefetched_blocks_are_loaded_regardless_of_the_gate(
         "chunks_to_load",
         lambda self, context, runs, now, tries: 0 if tries else sum(run.num_chunks for run in runs),
     )
-    with tiered(model, config, open_file=HeldFiles) as tiers, running(model, max_requests_per_batch=1) as manager:
+    with tiered(model, config, open_file_tier=HeldFiles) as tiers, running(model, max_requests_per_batch=1) as manager:
         manager.add_request(PROMPTS[0], request_id="first", max_new_tokens=2000)
         until(lambda: tiers.lookups == 1)
         allocator = tiers._allocator

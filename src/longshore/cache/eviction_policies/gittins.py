@@ -519,11 +519,11 @@ class Gittins(EvictionPolicy):
         if len(self._hit_rates.events) >= max(_MOST, self.slots // _LEARNED):
             self._learn()
         after, before = i32_view(self._linked.after), i32_view(self._linked.before)
-        for row, into in self._spans.begin(self._now):
-            self._hit_rates.join(row, into)
+        for row, older in self._spans.begin(self._now):
+            self._hit_rates.join(row, older)
             lists = np.arange(row * KINDS, (row + 1) * KINDS)
             for which in lists[after[lists] != lists].tolist():
-                self._linked.move_to_end(int(after[which]), int(before[which]), which + (into - row) * KINDS)
+                self._linked.move_to_end(int(after[which]), int(before[which]), which + (older - row) * KINDS)
         self._stale = True
 
     def _learn(self) -> None:

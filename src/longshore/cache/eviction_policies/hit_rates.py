@@ -360,9 +360,9 @@ class HitRates:
         average = (table * reached).sum(axis=0) / reached.sum(axis=0)
         self._average = np.searchsorted(promised[order], average).astype(np.uint16)
 
-    def join(self, row: int, into: int) -> None:
+    def join(self, row: int, older: int) -> None:
         """What is in `row` is counted with that in an older one."""
-        self._waiting[into] += self._waiting[row]
+        self._waiting[older] += self._waiting[row]
         self._waiting[row] = 0.0
 
     def fade(self, by: float) -> None:

@@ -31,7 +31,7 @@ class PartitionedPolicy(EvictionPolicy):
             ours = policy.resident(nodes).view(np.uint8)
             ours *= np.uint8(number ^ OUT)
             part = part + ours if len(part) else ours
-        self._part: memoryview[int] = part.data
+        self._part_of: memoryview[int] = part.data
         """The number of the policy that each node is in, xor `OUT`: zeroed memory is in none."""
 
     @abstractmethod
@@ -54,10 +54,10 @@ class PartitionedPolicy(EvictionPolicy):
 
     def grow(self, nodes: int) -> None:
         """Make room for node numbers below `nodes`."""
-        if nodes > len(self._part):
+        if nodes > len(self._part_of):
             part = np.zeros(nodes, np.uint8)
-            part[: len(self._part)] = self._part
-            self._part = part.data
+            part[: len(self._part_of)] = self._part_of
+            self._part_of = part.data
         for policy in self._parts.values():
             policy.grow(nodes)
 
@@ -74,17 +74,17 @@ class PartitionedPolicy(EvictionPolicy):
 
     def insert(self, nodes: Sequence[int], *, leaf: bool = False, continues: bool = False) -> None:
         """Insert `nodes`, each into the policy that `wanted` names."""
-        check_new(self._part, nodes)
+        check_new(self._part_of, nodes)
         for number, ours in self._split(nodes, self.all_wanted(nodes)):
             self.part(number).insert(ours, leaf=leaf and ours[0] == nodes[0])
-            u8_view(self._part)[as_i32(ours)] = number ^ OUT
+            u8_view(self._part_of)[as_i32(ours)] = number ^ OUT
 
     def insert_copies(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
         """As `insert`, for copies."""
-        check_new(self._part, nodes)
+        check_new(self._part_of, nodes)
         for number, ours in self._split(nodes, self.all_wanted(nodes)):
             self.part(number).insert_copies(ours, leaf=leaf and ours[0] == nodes[0])
-            u8_view(self._part)[as_i32(ours)] = number ^ OUT
+            u8_view(self._part_of)[as_i32(ours)] = number ^ OUT
 
     def touch(self, nodes: Sequence[int]) -> None:
         """Record uses of `nodes`."""
@@ -108,18 +108,18 @@ class PartitionedPolicy(EvictionPolicy):
     def remove(self, node: int, *, evicted: Key | None = None) -> None:
         """Remove `node`."""
         self._of(node).remove(node, evicted=evicted)
-        self._part[node] = 0
+        self._part_of[node] = 0
 
     def remove_all(self, nodes: Sequence[int]) -> None:
         """Remove these nodes."""
         for policy, ours in self._by_policy(nodes):
             policy.remove_all(ours)
-        u8_view(self._part)[as_i32(nodes)] = 0
+        u8_view(self._part_of)[as_i32(nodes)] = 0
 
     def remove_victims(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
         """Remove these nodes, all of one policy."""
         self._of(nodes[0]).remove_victims(nodes, keys)
-        u8_view(self._part)[as_i32(nodes)] = 0
+        u8_view(self._part_of)[as_i32(nodes)] = 0
 
     def hold_victims(self, nodes: Sequence[int]) -> None:
         """Hold these nodes, all of one policy."""
@@ -131,8 +131,8 @@ class PartitionedPolicy(EvictionPolicy):
 
     def victims_after(self, node: int, held: Sequence[int]) -> int:
         """How many leading nodes of `held` are of the policy of `node`, and next victims after it there."""
-        part = self._part[node]
-        ours = next((count for count, each in enumerate(held) if self._part[each] != part), len(held))
+        part = self._part_of[node]
+        ours = next((count for count, each in enumerate(held) if self._part_of[each] != part), len(held))
         return self._of(node).victims_after(node, held[:ours])
 
     def victim(self) -> int:
@@ -150,14 +150,14 @@ class PartitionedPolicy(EvictionPolicy):
 
     def is_held(self, node: int) -> bool:
         """Whether `node` is in the policy, and held."""
-        return self._part[node] > 0 and self._of(node).is_held(node)
+        return self._part_of[node] > 0 and self._of(node).is_held(node)
 
     def __contains__(self, node: object) -> bool:
-        return isinstance(node, int) and node < len(self._part) and self._part[node] > 0
+        return isinstance(node, int) and node < len(self._part_of) and self._part_of[node] > 0
 
     def resident(self, nodes: int) -> npt.NDArray[np.bool_]:
         """For each node below `nodes`, whether it is in the policy, held or not."""
-        there: npt.NDArray[np.bool_] = u8_view(self._part)[:nodes] > 0
+        there: npt.NDArray[np.bool_] = u8_view(self._part_of)[:nodes] > 0
         return there
 
     def __len__(self) -> int:
@@ -167,13 +167,13 @@ class PartitionedPolicy(EvictionPolicy):
         """Raise `CacheError` unless each node is in the policy that it is marked with, and in no other."""
         for number, policy in self._parts.items():
             policy.check_integrity()
-            ours = u8_view(self._part) == number ^ OUT
+            ours = u8_view(self._part_of) == number ^ OUT
             count = np.count_nonzero(ours)
             if len(policy) != count or not policy.resident(len(ours))[ours].all():
                 raise CacheError(f"policy {number} has {len(policy)} nodes, {count} are marked")
 
     def _of(self, node: int) -> EvictionPolicy:
-        number = self._part[node] ^ OUT
+        number = self._part_of[node] ^ OUT
         if number == OUT:
             raise not_in_policy(node)
         return self._parts[number]
@@ -189,7 +189,7 @@ class PartitionedPolicy(EvictionPolicy):
         return self._numbers(as_i32(nodes)).tobytes()
 
     def _numbers(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
-        return u8_view(self._part)[at] ^ np.uint8(OUT)
+        return u8_view(self._part_of)[at] ^ np.uint8(OUT)
 
     @staticmethod
     def _split(nodes: Sequence[int], parts: bytes) -> list[tuple[int, Sequence[int]]]:
@@ -277,7 +277,7 @@ class PartitionedByPriority(PartitionedPolicy):
         """The policy of a priority, made if there is none yet."""
         if number not in self._parts:
             policy = self._make(self.slots, self.keys)
-            policy.grow(len(self._part))
+            policy.grow(len(self._part_of))
             policy.begin(self._request, hint=self._hint)
             self._parts = dict(sorted([*self._parts.items(), (number, policy)]))
         return self._parts[number]
@@ -304,4 +304,4 @@ class PartitionedByPriority(PartitionedPolicy):
             policy.insert(ours)
             policy.hold_all(ours)
             policy.release(ours)
-        u8_view(self._part)[at] = wanted ^ np.uint8(OUT)
+        u8_view(self._part_of)[at] = wanted ^ np.uint8(OUT)

@@ -62,7 +62,7 @@ _ASKED, _OF_CALL = 1 << 20, 64
 """Keys of look-ups that are kept until their pages are loaded, 75 bytes each at most; a call counts as so many more."""
 
 _UNTOLD = "untold"
-_before: ContextVar[str | None] = ContextVar("before", default=_UNTOLD)
+_last_hash: ContextVar[str | None] = ContextVar("last_hash", default=_UNTOLD)
 """SGLang's key of the page before those that are asked for; `None` at the beginning of a prompt."""
 
 _NOT_OPEN: Any = SimpleNamespace(fault=EngineError("the tiers are not open"))
@@ -239,8 +239,8 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
             _log.error("expected a host pool of %s, got %s; its pages are misses; report this", known, pool)
         return self._tiers.get(pool)
 
-    @with_fallback(lambda self, names, before: 0, expected=(LongshoreError,))
-    def _count(self, names: Sequence[str], before: Sequence[str] | None) -> int:
+    @with_fallback(lambda self, names, ancestor_names: 0, expected=(LongshoreError,))
+    def _count(self, names: Sequence[str], ancestor_names: Sequence[str] | None) -> int:
         keys = digests(names)
         if not keys or self._why_off or self._kv.is_stuck():
             return 0
@@ -248,14 +248,14 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         with runtime.batch() as cache:
             with runtime.lookup_counters.seconds.timed():
                 found = cache.lookup({0: GroupKeys(keys, UNKNOWN_START)}, runtime.clock(), remote_tiers=())
-            path = _whole_path(cache, keys, found.before, runtime.clock()) if stack.remote else None
+            path = _whole_path(cache, keys, found.ancestor_keys, runtime.clock()) if stack.remote else None
         runtime.lookup_counters.requests += 1
         runtime.lookup_counters.attempts += 1
         self._note(_LookedUp(found.request_number, path), keys)
         count = 0
         if found.lease is not None:
             try:
-                count = runtime.worth_loading(found.lease, len(before or ()) * self._kv.pages.page_size)
+                count = runtime.worth_loading(found.lease, len(ancestor_names or ()) * self._kv.pages.page_size)
             finally:
                 with runtime.batch() as cache:
                     cache.release(found.lease)
@@ -276,16 +276,16 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         while done < len(keys) and (left := deadline - runtime.clock()) > 0:
             if asked.path is None:
                 with runtime.batch() as cache:
-                    before = _look(cache, keys, runtime.clock()).before
-                part = GroupKeys([*before, *keys], len(before))
+                    ancestor_keys = _look(cache, keys, runtime.clock()).ancestor_keys
+                part = GroupKeys([*ancestor_keys, *keys], len(ancestor_keys))
             else:
                 first = asked.path.start
                 path = [*asked.path.keys[:first], *keys]  # of another prompt the look-up may be, which begins alike
                 part, size = GroupKeys(path, first + done), self._kv.pages.page_size
                 fetch_and_wait(runtime, part, part.start * size, size, left, is_agreed=True)  # by `count_fetchable`
-            arrived = self._load_part(part, pages[done:], asked.request_number)
-            done += arrived
-            if not arrived or asked.path is None:
+            loaded = self._load_part(part, pages[done:], asked.request_number)
+            done += loaded
+            if not loaded or asked.path is None:
                 break
         if self._kv.staging is not None and runtime.clock() >= deadline:
             self._kv.no_wait_until = deadline + self.settings.load_timeout
@@ -308,19 +308,22 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
                 cache.release(found.lease)
             self._kv.let_go(jobs)
 
-    @with_fallback(lambda self, before, names, indices: 0, expected=(LongshoreError,))
-    def _store(self, before: Sequence[str] | None, names: Sequence[str], indices: torch.Tensor) -> int:
+    @with_fallback(lambda self, ancestor_names, names, indices: 0, expected=(LongshoreError,))
+    def _store(self, ancestor_names: Sequence[str] | None, names: Sequence[str], indices: torch.Tensor) -> int:
         if self._why_off or not names or self._kv.is_stuck():
             return 0
-        if before is None:
+        if ancestor_names is None:
             raise EngineError(f"SGLang does not say what precedes a page: set {PREFIX_KEYS} in its extra configuration")
-        pages, part = self._kv.pages.pages(indices, len(names)), GroupKeys(digests([*before, *names]), len(before))
+        pages, part = (
+            self._kv.pages.pages(indices, len(names)),
+            GroupKeys(digests([*ancestor_names, *names]), len(ancestor_names)),
+        )
         timeout = self.settings.write_timeout
         waits = self._kv.staging is None and self._runtime.clock() >= self._kv.no_wait_until
         with self._kv.bounded(timeout) as jobs:
             wait = timeout if waits else 0.0
             kept = self._kv.stack.store_path(part, pages, lambda job, blocks: jobs.append(job), timeout=wait)
-        return max(0, kept - len(before))
+        return max(0, kept - len(ancestor_names))
 
     def _note(self, asked: _LookedUp, keys: Sequence[Key]) -> None:
         """Keep what was looked up for each call that may load some of `keys`."""
@@ -448,18 +451,18 @@ def _look(cache: TieredCache, keys: Sequence[Key], now: float) -> LookupResult:
     return cache.lookup({0: GroupKeys(keys, UNKNOWN_START)}, now, protect=Protection.NONE, count=False, remote_tiers=())
 
 
-def _whole_path(cache: TieredCache, keys: Sequence[Key], before: Sequence[Key], now: float) -> GroupKeys | None:
+def _whole_path(cache: TieredCache, keys: Sequence[Key], ancestor_keys: Sequence[Key], now: float) -> GroupKeys | None:
     """`keys` with the pages before them, from the first of the prompt on; `None` where these are not known."""
-    last = _before.get()
-    if not before and last is not None:
+    last = _last_hash.get()
+    if not ancestor_keys and last is not None:
         if last is _UNTOLD:
             return None
         key = digests([last])
         found = _look(cache, key, now)
         if not found.num_chunks:
             return None
-        before = [*found.before, *key]
-    return GroupKeys([*before, *keys], len(before))
+        ancestor_keys = [*found.ancestor_keys, *key]
+    return GroupKeys([*ancestor_keys, *keys], len(ancestor_keys))
 
 
 def _watch() -> None:
@@ -506,8 +509,8 @@ def _flush(*arguments: Any, **named: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def _look_up(controller: Any, operation: Any, **named: Any) -> Iterator[None]:
     """SGLang passes the pages before those that it asks for, without the last ones."""
-    before = _before.set(operation.last_hash)
+    token = _last_hash.set(operation.last_hash)
     try:
         yield
     finally:
-        _before.reset(before)
+        _last_hash.reset(token)

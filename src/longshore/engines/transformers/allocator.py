@@ -59,7 +59,7 @@ class _Chunk:
 class TierOwner(Protocol):
     """Owns the tiers of an allocator."""
 
-    def admit(self, config: Any) -> int:
+    def register_cache(self, config: Any) -> int:
         """The number of a cache for a model of this configuration object, from 1; 0 if it may not have tiers.
 
         A former one gives them up.
@@ -69,7 +69,7 @@ class TierOwner(Protocol):
         """The tiers for an allocator whose tensor exists, and that has no request; `None` if they are off."""
 
     def record(self, prompt: PromptRecord) -> None:
-        """A prompt of an admitted cache was looked up."""
+        """A prompt of a registered cache was looked up."""
 
     def hints_for(self, request: str) -> RequestHints:
         """The hints of a request that begins, by the engine's name; asked for once."""
@@ -132,7 +132,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
 
     def __init__(self, *, config: Any, **kwargs: Any) -> None:
         super().__init__(config=config, **kwargs)
-        self._number = self.owner.admit(config)
+        self._number = self.owner.register_cache(config)
         self._compute: torch.Stream | None = None
         self._stack: Stack | None = None
         self._ahead: WaitingPrefetcher | None = None

@@ -100,9 +100,9 @@ class Tiers:
         failure: Why there are no tiers, if they could not be opened or failed their self-test.
     """
 
-    def __init__(self, model: Any, config: Config, open_file: Callable[..., Tier] = FileTier) -> None:
+    def __init__(self, model: Any, config: Config, open_file_tier: Callable[..., Tier] = FileTier) -> None:
         self.model = model
-        self._open_file = open_file
+        self._open_file_tier = open_file_tier
         self.config = config
         self.stack: Stack | None = None
         self.collector = FollowingCollector()
@@ -115,7 +115,7 @@ class Tiers:
         self._hints: dict[str, RequestHints] = {}
         """Hints of requests that have not begun."""
 
-    def admit(self, config: Any) -> int:
+    def register_cache(self, config: Any) -> int:
         """The number of a cache of this model, from 1; 0 for another's.
 
         A former one that is not in use gives up the tiers.
@@ -318,7 +318,7 @@ class Tiers:
                 layout,
                 scope,
                 device,
-                open_file=self._open_file,
+                open_file_tier=self._open_file_tier,
                 groups=[CacheGroup(block_size=allocator.tokens_per_page)],
                 partial=partial,
             )
@@ -362,14 +362,14 @@ class Tiers:
 
 
 @contextmanager
-def tiered(model: Any, config: Config, *, open_file: Callable[..., Tier] = FileTier) -> Iterator[Tiers]:
+def tiered(model: Any, config: Config, *, open_file_tier: Callable[..., Tier] = FileTier) -> Iterator[Tiers]:
     """Within this block, continuous batching of `model` keeps evicted blocks in the tiers of `config`.
 
     A cache that is made later, by another `generate_batch` say, takes the place of the one before it, and finds what
     that one stored; while that one's manager runs, it is served without tiers. The model is looked at whenever a
     manager starts: after a change of weights, adapters or code nothing of before is found. After a change under a
     running manager call `Tiers.reset`.
-    `open_file` makes the file tier, with the arguments of `FileTier`.
+    `open_file_tier` makes the file tier, with the arguments of `FileTier`.
 
     Raises:
         ConfigError: The machine cannot give what `config` asks for.
@@ -385,7 +385,7 @@ def tiered(model: Any, config: Config, *, open_file: Callable[..., Tier] = FileT
             "the model keeps a manager of an earlier session: call its "
             "destroy_cached_continuous_batching_manager() first"
         )
-    tiers = Tiers(model, config, open_file)
+    tiers = Tiers(model, config, open_file_tier)
     ours = TieredAllocator.over(tiers)
     with replaced_allocator(ours), informed_allocators(ours), ExitStack() as undo:
         undo.callback(tiers.close)

@@ -68,12 +68,12 @@ class PrefixStore:
 
     Args:
         model: A causal language model with full attention in all layers, batch size one. It takes text alone: prefixes
-            are found by their tokens, and placeholders of two images are the same tokens.
-        config: Where the bytes go; `config.blocks_per_chunk` blocks make an image.
+            are found by their tokens, and placeholders of two pictures are the same tokens.
+        config: Where the bytes go; `config.blocks_per_chunk` blocks make a chunk image.
         block_size: Tokens per block; whole chunks of a prefix are kept.
         staging_blocks: Number of device blocks that copies pass through; rounded down to two halves of whole chunks, of
             at least one chunk each. 128 blocks of 32 tokens take 512 MiB of a model with 128 KiB of KV per token.
-        open_file: Makes the file tier, with the arguments of `FileTier`.
+        open_file_tier: Makes the file tier, with the arguments of `FileTier`.
 
     Attributes:
         collector: Metrics for Prometheus, to be registered once, or given to `longshore.metrics.serve_metrics`.
@@ -91,7 +91,7 @@ class PrefixStore:
         *,
         block_size: int = 32,
         staging_blocks: int = 128,
-        open_file: Callable[..., Tier] = FileTier,
+        open_file_tier: Callable[..., Tier] = FileTier,
     ) -> None:
         if (reason := why_not_served(model) or _why_tokens_are_not_enough(model)) is not None:
             raise EngineError(f"{type(model).__name__} cannot be served with tiers: {reason}")
@@ -106,7 +106,7 @@ class PrefixStore:
         """Chunks of one half of the staging blocks."""
         self._staging_blocks = 2 * self._half_chunks * self._blocks_per_chunk
         self._block_size = block_size
-        self._open_file = open_file
+        self._open_file_tier = open_file_tier
         self._scopes = ModelScope(model, config.salt, fixed=config.fixed_weights)
         self._lock = threading.RLock()
         """Guards the staging blocks: one call uses them at a time."""
@@ -135,7 +135,7 @@ class PrefixStore:
         if not config.remote:  # the gate is asked about stores alone
             config = config.model_copy(update={"gate": False})
         scope = self._scopes.compute_scope(self._layout)
-        self._stack = open_stack(config, self._layout, scope, device, open_file=self._open_file)
+        self._stack = open_stack(config, self._layout, scope, device, open_file_tier=self._open_file_tier)
         self.collector.follow(self._stack)
         self._test()
 

@@ -128,7 +128,9 @@ class OffloadingMetrics:
         """
         new = dict(self._samples(cache)) | (peer_samples() if peers is None else peers)
         serves = {HOST: True, **({FILE: False} if self._no_file["off"] else {})}
-        serves |= {tier.name: not tier.trouble for tier in (self._file, *self._remote_stores) if tier is not None}
+        serves |= {
+            tier.name: not tier.degraded_reason for tier in (self._file, *self._remote_stores) if tier is not None
+        }
         new |= {("longshore_tier_available", (tier,)): int(each and not faults) for tier, each in serves.items()}
         new["longshore_recomputed_chunks", ()] = recomputed
         new["longshore_weight_changes", ()] = weights

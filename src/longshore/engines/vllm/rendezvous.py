@@ -79,14 +79,14 @@ class EngineMemory:
         return Slabs(self.slab_bytes, self.image_bytes, self.slabs)
 
 
-def memory_info_path(engine: str, instance: str = "") -> Path:
-    """The file with the memory info of an engine. Raises `EngineError` if others can write to its directory."""
-    return user_directory() / f"{_digest(engine)}-{_digest(instance)}.json"
+def memory_info_path(engine_id: str, instance: str = "") -> Path:
+    """The file with an engine's memory info. Raises `EngineError` if others can write to its directory."""
+    return user_directory() / f"{_digest(engine_id)}-{_digest(instance)}.json"
 
 
-def record_memory_info(engine: str, memory: EngineMemory) -> None:
-    """Write the memory info for the other processes of `engine`, atomically."""
-    path = memory_info_path(engine, memory.instance)
+def record_memory_info(engine_id: str, memory: EngineMemory) -> None:
+    """Write the memory info for the other processes of the engine, atomically."""
+    path = memory_info_path(engine_id, memory.instance)
     draft = path.with_suffix(f".{os.getpid()}")
     draft.unlink(missing_ok=True)
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -95,40 +95,41 @@ def record_memory_info(engine: str, memory: EngineMemory) -> None:
 
 
 def wait_for_memory_info(
-    engine: str,
+    engine_id: str,
     instance: str | None = None,
     timeout: float = TIMEOUT,
     *,
     nap: Callable[[float], None] = time.sleep,
 ) -> EngineMemory:
-    """Wait until rank 0 of this `instance` of `engine`, or else of the engine of this process, has written its file.
+    """Wait until rank 0 of this `instance` of the engine, or else of the engine of this process, has written its file.
 
     Raises `EngineError` after `timeout` seconds, or if several engines start and it is not known which one it is.
     """
     deadline = time.monotonic() + timeout
     while True:
-        paths = _paths(engine) if instance is None else [memory_info_path(engine, instance)]
+        paths = _paths(engine_id) if instance is None else [memory_info_path(engine_id, instance)]
         found = [memory for path in paths if (memory := _read(path)) is not None]
         if len(found) > 1:
             found = [memory for memory in found if os.getpid() in memory.writers] or found
         if len(found) > 1:
             raise EngineError(
-                f"{len(found)} engines with the engine_id {engine} are starting on this machine: give each one of its "
-                "own in --kv-transfer-config, or none"
+                f"{len(found)} engines with the engine_id {engine_id} are starting on this machine: give each one of "
+                "its own in --kv-transfer-config, or none"
             )
         if found:
             return found[0]
         if time.monotonic() > deadline:
             raise EngineError(
-                f"no worker of engine {engine} has allocated the host memory within {timeout:.0f} seconds; see its log"
+                f"no worker of engine {engine_id} has allocated the host memory within {timeout:.0f} seconds; "
+                "see its log"
             )
         nap(0.02)
 
 
-def remove_memory_info(engine: str, memory: EngineMemory) -> None:
+def remove_memory_info(engine_id: str, memory: EngineMemory) -> None:
     """Remove the memory info, after all processes have read it; and what engines of that name left that were killed."""
-    memory_info_path(engine, memory.instance).unlink(missing_ok=True)
-    for path in _paths(engine):
+    memory_info_path(engine_id, memory.instance).unlink(missing_ok=True)
+    for path in _paths(engine_id):
         if _read(path) is None:
             path.unlink(missing_ok=True)
 
@@ -137,8 +138,8 @@ def _digest(name: str) -> str:
     return hashlib.sha256(name.encode()).hexdigest()[:24]
 
 
-def _paths(engine: str) -> list[Path]:
-    return sorted(user_directory().glob(f"{_digest(engine)}-*.json"))
+def _paths(engine_id: str) -> list[Path]:
+    return sorted(user_directory().glob(f"{_digest(engine_id)}-*.json"))
 
 
 def _read(path: Path) -> EngineMemory | None:

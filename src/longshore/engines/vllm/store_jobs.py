@@ -168,14 +168,14 @@ class StoreJobs:
         is_connected = (
             has_chunk(cache, path[first - 1]) if first else not has_window and has_later_chunks(keys, context)
         )
-        wait_for_room = (
+        all_or_retry = (
             self.parts_allowed if has_window else is_connected and rest == tokens - 1 and not in_parts
         ) and not ticket.cache_jobs
-        wait_for_room = wait_for_room and request.may_wait(ticket.since, self._context.timeout)
+        all_or_retry = all_or_retry and request.may_wait(ticket.since, self._context.timeout)
         past_window, last_window = request.past_window(group, window, keys, context)
         retention = request.hints.chunks(tokens, max(0, begin) - first)
         whole = GroupKeys(path, first, retention=retention, past_window=past_window)
-        scheduled = self._schedule_slots(cache, store, whole, group, wait_for_room=wait_for_room, stream=in_parts)
+        scheduled = self._schedule_slots(cache, store, whole, group, all_or_retry=all_or_retry, defer_rest=in_parts)
         if scheduled is None or scheduled.retry:
             return scheduled is not None, None
         request.windows[group] = last_window
@@ -196,13 +196,13 @@ class StoreJobs:
         path: GroupKeys,
         group: int,
         *,
-        wait_for_room: bool = False,
-        stream: bool = False,
+        all_or_retry: bool = False,
+        defer_rest: bool = False,
     ) -> ScheduledStore | None:
         """Have the cache give slots to the chunks of `path`; `None` if it refuses the call."""
         try:
             return cache.store(
-                {group: path}, wait_for_room=wait_for_room, stream=stream, request_number=store.request.number
+                {group: path}, all_or_retry=all_or_retry, defer_rest=defer_rest, request_number=store.request.number
             )[group]
         except IntegrityError:
             raise
@@ -255,7 +255,7 @@ class StoreJobs:
             run += 1
         retention = store.request.hints.chunks(self._groups.tokens[group], 0)
         path = GroupKeys(rest.path[: first + run], first, retention=retention)
-        scheduled = self._schedule_slots(cache, store, path, group, stream=True)
+        scheduled = self._schedule_slots(cache, store, path, group, defer_rest=True)
         got, start = (0 if scheduled is None else len(scheduled.positions)), rest.placed
         if scheduled is not None and scheduled.job is not None:
             ticket = self._context.new_ticket()

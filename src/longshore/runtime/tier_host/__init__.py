@@ -1,4 +1,6 @@
-"""Tiers in processes of their own, so that their I/O takes no interpreter time of the engine; one process for each.
+"""Tier hosts: processes that do the I/O of one file tier or store each, which takes no interpreter time of the engine.
+
+Not to be confused with the host tier, which is the chunks in host memory: a tier host has none, and maps that memory.
 
     engine's process                                 tier host (`child.py`)
     Runtime ── TierMover ─── HostedFileTier ══pipe══► FileTier ── threads ── files

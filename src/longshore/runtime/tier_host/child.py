@@ -1,4 +1,6 @@
-"""The tier host: `python -m longshore.runtime.tier_host.child FD`, started by a `HostedTier` only; it has one tier.
+"""The tier host, the process of one file tier or store: `python -m longshore.runtime.tier_host.child FD`.
+
+Only a `HostedTier` starts it. The host tier (chunks in host memory, the arena) is not in it: it maps that memory.
 
     standard input   requests                  FD   the host arena's memory
     standard output  replies
@@ -112,7 +114,7 @@ class TierHostServer:
         if isinstance(tier, FileTier):
             found = tier.recover() if recover else StoredChunks.of(())
             opened = wire.OpenedReply(
-                tier.slabs, tier.generation, dict(tier.fallbacks), self._reported, found, tier.others()
+                tier.slabs, tier.generation, dict(tier.fallbacks), self._reported, found, tier.other_scope_slots()
             )
             self._send(Kind.OPENED, wire.pack_opened(opened))
         else:
@@ -123,8 +125,8 @@ class TierHostServer:
             if is_idle:
                 self._busy.clear()
             # A store that is away is looked for: when it is back, that is reported without delay.
-            wait = (_LOOK_FOR if failures_of(tier).get(AWAY) else None) if is_idle else _LOOK
-            ready = select.select([self._requests, self._ended, *self._engine], [], [], wait)[0]
+            timeout = (_LOOK_FOR if failures_of(tier).get(AWAY) else None) if is_idle else _LOOK
+            ready = select.select([self._requests, self._ended, *self._engine], [], [], timeout)[0]
             if self._ended in ready:
                 os.eventfd_read(self._ended)
             if self._requests in ready:

@@ -1,4 +1,4 @@
-"""`HostedRemoteTier`: a store that replicas share, whose connections are in a tier host.
+"""`HostedRemoteTier`: a store that replicas share, whose connections are in a tier host, a process beside the engine.
 
     scheduler                                        tier host
     KeyedMover ─ HostedRemoteTier ══ SUBMIT, ASK ══►    RemoteTier ── threads ── server, or shared directory

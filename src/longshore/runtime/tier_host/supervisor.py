@@ -1,4 +1,4 @@
-"""Supervises a tier host from its engine: starts the process, detects that it is dead or silent, reaps and restarts it.
+"""Supervises a tier host, the process of one tier: starts it, detects that it is dead or silent, reaps, restarts it.
 
 `HostProcess` exchanges requests and replies with one process, `HostSupervisor` restarts it after a pause that doubles.
 Only `wait` and `wait_reaped` block.

@@ -1,4 +1,4 @@
-"""`HostedTier`: a tier whose I/O is done by a process of its own, with the interface of any other tier.
+"""`HostedTier`: a tier whose I/O is done by a process of its own (the tier host), with the interface of any other tier.
 
     opening ──OPENED──► open ──(it dies)──► ending ──(reaped)──► away ──(pause)──► opening ...
 
@@ -328,7 +328,7 @@ class HostedFileTier(HostedTier):
         self._stalls = 0
         self._fallbacks: Mapping[str, int] = {}
         self._found = StoredChunks.of(())
-        self._others: list[int] = []
+        self._other_scope_slots: list[int] = []
         try:
             self._open_first()
         except BaseException:
@@ -366,10 +366,10 @@ class HostedFileTier(HostedTier):
         found, self._found = self._found, StoredChunks.of(())
         return found
 
-    def others(self) -> list[int]:
+    def other_scope_slots(self) -> list[int]:
         """As of the start."""
         self._check_open()
-        return self._others
+        return self._other_scope_slots
 
     def delete_records(self, slots: Sequence[int]) -> None:
         """Discard the content of `slots`. Has no effect while the process is away."""
@@ -437,7 +437,11 @@ class HostedFileTier(HostedTier):
             self._pending.close()
         self._pending, self._fallbacks = pending, opened.fallbacks
         if slabs is None:
-            self.slabs, self._generation, self._others = opened.slabs, opened.generation, opened.others
+            self.slabs, self._generation, self._other_scope_slots = (
+                opened.slabs,
+                opened.generation,
+                opened.other_scope_slots,
+            )
             self._found, self._failures = opened.found, opened.failures
 
     def _receive(self) -> None:

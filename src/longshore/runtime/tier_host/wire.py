@@ -1,4 +1,4 @@
-"""Messages between the engine's process and a tier host: frames of packed numbers, a few of them JSON.
+"""Messages between the engine's process and a tier host, the process of one tier: packed numbers, a few of them JSON.
 
     engine                                            tier host
     OPEN       what to open (JSON)             ──►
@@ -94,7 +94,7 @@ class OpenedReply(NamedTuple):
     fallbacks: dict[str, int]
     failures: dict[str, int]
     found: StoredChunks
-    others: list[int]
+    other_scope_slots: list[int]
 
 
 class Frames:
@@ -143,9 +143,9 @@ def pack_submit(ticket: int, deadline: float, ops: Sequence[TierOp]) -> bytes:
     """The body of SUBMIT, for validated operations."""
     parts = [_SUBMIT.pack(ticket, deadline)]
     for op, slot, key, parent, offset, length, generation, size_class in ops:
-        above, has_parent = (_NO_PARENT, 0) if parent is None else (parent, 1)
+        parent_bytes, has_parent = (_NO_PARENT, 0) if parent is None else (parent, 1)
         number = _OP_NUMBERS[op]
-        parts.append(_OP.pack(number, has_parent, size_class, 0, slot, offset, length, generation, key, above))
+        parts.append(_OP.pack(number, has_parent, size_class, 0, slot, offset, length, generation, key, parent_bytes))
     return b"".join(parts)
 
 
@@ -226,11 +226,11 @@ def pack_opened(opened: OpenedReply) -> bytes:
             "generation": opened.generation,
             "fallbacks": opened.fallbacks,
             "failures": opened.failures,
-            "others": len(opened.others),
+            "other_scope_slots": len(opened.other_scope_slots),
         }
     )
-    others = np.array(opened.others, "<u8").tobytes()
-    return NUMBER.pack(len(about)) + about + others + _pack_found(opened.found)
+    other_scope_slots = np.array(opened.other_scope_slots, "<u8").tobytes()
+    return NUMBER.pack(len(about)) + about + other_scope_slots + _pack_found(opened.found)
 
 
 def parse_opened(body: bytes, known: Iterable[str]) -> OpenedReply:
@@ -242,18 +242,18 @@ def parse_opened(body: bytes, known: Iterable[str]) -> OpenedReply:
         slab_bytes, image_bytes, count = about["slabs"]
         slabs = Slabs(_whole(slab_bytes), tuple(map(_whole, image_bytes)), _whole(count))
         fallbacks = _counts(about["fallbacks"], about["fallbacks"])
-        behind = end + 8 * _whole(about["others"])
-        others = np.frombuffer(body[end:behind], "<u8").tolist()
+        behind = end + 8 * _whole(about["other_scope_slots"])
+        other_scope_slots = np.frombuffer(body[end:behind], "<u8").tolist()
         found = _parse_found(body[behind:])
-        if max(others, default=0) >= max(slabs.indices, 1):
-            raise WireError(f"expected slots below {slabs.indices}, got {max(others)}")
+        if max(other_scope_slots, default=0) >= max(slabs.indices, 1):
+            raise WireError(f"expected slots below {slabs.indices}, got {max(other_scope_slots)}")
         try:
             for size_class in np.unique(found.size_classes).tolist():
                 slabs.offsets(size_class, found.slots[found.size_classes == size_class])
         except PlanError as error:
             raise WireError(str(error)) from None
         return OpenedReply(
-            slabs, _whole(about["generation"]), fallbacks, _counts(about["failures"], known), found, others
+            slabs, _whole(about["generation"]), fallbacks, _counts(about["failures"], known), found, other_scope_slots
         )
 
 

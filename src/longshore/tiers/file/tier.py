@@ -314,7 +314,7 @@ class FileTier(Tier):
         slots, size_classes = numbers
         return StoredChunks(slots, keys, parents, entries["flags"] != 0, size_classes)
 
-    def others(self) -> list[int]:
+    def other_scope_slots(self) -> list[int]:
         """Slots that hold records of other scopes, least recently used first."""
         self._check_open()
         scope, generation = np.void(self._scope), self.generation

@@ -132,7 +132,7 @@ class Device(ABC):
     """One kind of device. `compute` is the stream on which the engine computes, or `None` for the current one."""
 
     @abstractmethod
-    def stream(self, layout: KVLayout, into: str) -> Stream:
+    def stream(self, layout: KVLayout, destination: str) -> Stream:
         """A stream for copies of `layout` into the tier `into`. Allocates all its resources.
 
         Copies into the device are from the host, or, with `CopyBatch.is_d2d`, from other blocks of the device.
@@ -205,7 +205,7 @@ class _Done(DeviceEvent, Copy):
 class CpuDevice(Device):
     """Host memory. Compute is the calling thread, whose work is complete when it returns."""
 
-    def stream(self, layout: KVLayout, into: str) -> Stream:
+    def stream(self, layout: KVLayout, destination: str) -> Stream:
         """A stream that copies in the calling thread."""
         return CpuStream()
 
@@ -273,7 +273,7 @@ class CpuStream(Stream):
         for event in wait_events:
             event.wait()
         begun = time.perf_counter()
-        destination, source, size = self._builder.build(batch).directed(batch.into)
+        destination, source, size = self._builder.build(batch).directed(batch.destination)
         copy_pieces(source, destination, size)
         return _Done(time.perf_counter() - begun)
 

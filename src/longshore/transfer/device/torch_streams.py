@@ -303,12 +303,18 @@ class TorchDevice(StreamDevice):
         self._staging_bytes = staging_bytes
         super().__init__(self._accelerator)
 
-    def stream(self, layout: KVLayout, into: str) -> Stream:
+    def stream(self, layout: KVLayout, destination: str) -> Stream:
         """A stream with its stages."""
-        if into not in self._streams:
-            self._streams[into] = self._accelerator.new_stream()
+        if destination not in self._streams:
+            self._streams[destination] = self._accelerator.new_stream()
         return stream_into(
-            into, self._accelerator, self._events, self._fallbacks, self._streams[into], layout, self._staging_bytes
+            destination,
+            self._accelerator,
+            self._events,
+            self._fallbacks,
+            self._streams[destination],
+            layout,
+            self._staging_bytes,
         )
 
 
@@ -320,7 +326,7 @@ def with_index(device: torch.device) -> torch.device:
 
 
 def stream_into(
-    into: str,
+    destination: str,
     accelerator: Accelerator,
     events: Events,
     fallbacks: Fallbacks,
@@ -329,7 +335,7 @@ def stream_into(
     staging_bytes: int,
 ) -> StagedStream:
     """Copies of `layout` into the tier `into`, on `stream`; allocates the stages."""
-    kind = _OffloadStream if into == HOST else _LoadStream
+    kind = _OffloadStream if destination == HOST else _LoadStream
     return kind(accelerator, events, fallbacks, stream, layout, staging_bytes)
 
 

@@ -199,7 +199,7 @@ def link_copies(batch: CopyBatch, parts: Sequence[tuple[CopyPart, int]], address
         stage = (chunks + np.uint64(address + offset))[:, None] + own.staged
         columns.append((images.reshape(-1), stage.reshape(-1), np.tile(own.size, len(starts))))
     images, stage, size = (np.concatenate(column) for column in zip(*columns, strict=True))
-    return (images, stage, size) if batch.into == HOST else (stage, images, size)
+    return (images, stage, size) if batch.destination == HOST else (stage, images, size)
 
 
 def rows_in_stage(part: CopyPart, address: int) -> PageRows:

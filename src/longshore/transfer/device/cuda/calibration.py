@@ -66,11 +66,11 @@ class Calibration:
     def seconds(self, shape: CopyShape, way: Way) -> float:
         """An estimate for a batch of this `shape` by `way`; infinite for a way that was not measured."""
         if way is Way.DIRECT:
-            fixed, per_byte = self._at(shape.into, way, shape.nbytes / shape.pieces)
+            fixed, per_byte = self._at(shape.destination, way, shape.nbytes / shape.pieces)
         else:
-            fixed, per_byte = self._at(shape.into, way, shape.nbytes / shape.pages)
+            fixed, per_byte = self._at(shape.destination, way, shape.nbytes / shape.pages)
         if way is Way.STAGED:  # kernel and link work at the same time
-            per_byte = max(per_byte, self._at(shape.into, Way.DIRECT, shape.nbytes / shape.runs)[1])
+            per_byte = max(per_byte, self._at(shape.destination, Way.DIRECT, shape.nbytes / shape.runs)[1])
         return fixed + per_byte * shape.nbytes
 
     def choose(self, shape: CopyShape, ways: Collection[Way]) -> Way:
@@ -87,8 +87,8 @@ class Calibration:
 
         return min(ways, key=cost)
 
-    def _at(self, into: str, way: Way, page_bytes: float) -> tuple[float, float]:
-        samples = self.curves.get(into, {}).get(way, ())
+    def _at(self, destination: str, way: Way, page_bytes: float) -> tuple[float, float]:
+        samples = self.curves.get(destination, {}).get(way, ())
         if not samples:
             return math.inf, math.inf
         after = bisect.bisect([sample.page_bytes for sample in samples], page_bytes)
@@ -102,8 +102,8 @@ class Calibration:
 
     def as_json(self) -> dict[str, object]:
         """For `json.dump`."""
-        curves = {into: {way.value: list(map(list, samples)) for way, samples in ways.items()}
-                  for into, ways in self.curves.items()}  # fmt: skip
+        curves = {destination: {way.value: list(map(list, samples)) for way, samples in ways.items()}
+                  for destination, ways in self.curves.items()}  # fmt: skip
         return {"format": _FORMAT, "device": self.device, "driver": self.driver, "link": self.link, "curves": curves}
 
     def save(self, path: Path) -> None:
@@ -121,8 +121,8 @@ def load(path: Path, device: str, driver: int, link: str = _UNKNOWN) -> Calibrat
         if found["format"] != _FORMAT or (found["device"], found["driver"], found["link"]) != (device, driver, link):
             return None
         curves = {
-            str(into): {Way(way): _samples(samples) for way, samples in ways.items()}
-            for into, ways in found["curves"].items()
+            str(destination): {Way(way): _samples(samples) for way, samples in ways.items()}
+            for destination, ways in found["curves"].items()
         }
     except FileNotFoundError:
         return None
@@ -220,14 +220,14 @@ class SamplePages:
         random.Random(page_bytes).shuffle(order)  # noqa: S311 - no secret
         self._order = tuple(order)
 
-    def batch(self, into: str, nbytes: int) -> CopyBatch:
+    def batch(self, destination: str, nbytes: int) -> CopyBatch:
         """About `nbytes` of scattered pages, at least one block."""
         count = min(self.blocks, max(1, nbytes // self.layout.groups[0].block_bytes))
         return plan_copy(
             self.layout,
             [Section(0, 0, self._order[:count])],
             np.arange(count, dtype=np.int64) * self.layout.image_bytes,
-            into=into,
+            destination=destination,
             host_address=self.host.data_ptr(),
             host_bytes=self.host.numel(),
         ).batch
@@ -241,21 +241,23 @@ def measure(
     Takes two streams and one ring for all of them, and gives them and all memory back. The calling thread is on its own
     stream whenever memory is taken, so that torch keeps one pool of it.
     """
-    curves: dict[str, dict[Way, list[Sample]]] = {into: {way: [] for way in resources.ways} for into in (HOST, DEVICE)}
+    curves: dict[str, dict[Way, list[Sample]]] = {
+        destination: {way: [] for way in resources.ways} for destination in (HOST, DEVICE)
+    }
     accelerator, driver = resources.accelerator, resources.driver
     with accelerator.as_current():
         streams = CopyStreams(accelerator, driver, resources.fallbacks, staging_bytes, max(effort.sizes))
         try:
             for size in effort.sizes:
                 pages = SamplePages(resources, size, effort.large)
-                for into, ways in curves.items():
+                for destination, ways in curves.items():
                     for way, samples in ways.items():
-                        samples.append(_sample(resources, streams, pages, into, way, effort))
+                        samples.append(_sample(resources, streams, pages, destination, way, effort))
                 del pages
         finally:
             streams.close()
             accelerator.empty_cache()
-    return {into: {way: tuple(samples) for way, samples in ways.items()} for into, ways in curves.items()}
+    return {destination: {way: tuple(samples) for way, samples in ways.items()} for destination, ways in curves.items()}
 
 
 def all_registered(offsets: npt.ArrayLike, lengths: npt.ArrayLike) -> npt.NDArray[np.bool_]:
@@ -264,11 +266,11 @@ def all_registered(offsets: npt.ArrayLike, lengths: npt.ArrayLike) -> npt.NDArra
 
 
 def _sample(
-    resources: CudaResources, streams: CopyStreams, pages: SamplePages, into: str, way: Way, effort: Effort
+    resources: CudaResources, streams: CopyStreams, pages: SamplePages, destination: str, way: Way, effort: Effort
 ) -> Sample:
-    small, large = pages.batch(into, effort.small), pages.batch(into, effort.large)
+    small, large = pages.batch(destination, effort.small), pages.batch(destination, effort.large)
     size = pages.layout.groups[0].refs[0].page_bytes
-    stream = CudaStream(resources, pages.layout, into, Always(way), all_registered, 0, streams=streams)
+    stream = CudaStream(resources, pages.layout, destination, Always(way), all_registered, 0, streams=streams)
     before = resources.accelerator.current_stream()
     mode = resources.driver.exchange_capture_mode(RELAXED)
     try:

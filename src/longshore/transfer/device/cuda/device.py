@@ -184,7 +184,7 @@ class CudaDevice(StreamDevice):
         if self._images is None:
             self._in_one_piece = in_one_piece
 
-    def stream(self, layout: KVLayout, into: str) -> Stream:
+    def stream(self, layout: KVLayout, destination: str) -> Stream:
         """Two streams of the GPU and staging memory. Calibrates the device if there is no calibration."""
         if self._chooser is None:
             if self._has_kernels():
@@ -192,7 +192,7 @@ class CudaDevice(StreamDevice):
             else:
                 self._chooser = Always(Way.DIRECT)
         return CudaStream(
-            self._resources, layout, into, self._chooser, self._in_one_piece, self._staging_bytes, self._images
+            self._resources, layout, destination, self._chooser, self._in_one_piece, self._staging_bytes, self._images
         )
 
     def allocate_images(self, nbytes: int) -> CudaImages:

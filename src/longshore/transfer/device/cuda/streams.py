@@ -246,14 +246,14 @@ class CopyShape(NamedTuple):
     """Sizes of a batch to copy.
 
     Attributes:
-        into: The tier that is written.
+        destination: The tier that is written.
         nbytes: Bytes of all pages.
         pages: Number of pages; kernels move each.
         pieces: Number of pieces after merging adjacent pages, for the direct way.
         runs: Number of contiguous ranges of the images, for the staged way.
     """
 
-    into: str
+    destination: str
     nbytes: int
     pages: int
     pieces: int
@@ -297,7 +297,7 @@ class CudaStream(Stream):
         self,
         resources: CudaResources,
         layout: KVLayout,
-        into: str,
+        destination: str,
         chooser: WayChooser,
         in_one_piece: InOnePiece | None,
         staging_bytes: int,
@@ -307,12 +307,12 @@ class CudaStream(Stream):
         """`images`: device memory of the images, if they are there. The caller closes `streams`, if it gives them."""
         self._resources = resources
         self._images = images
-        self._into = into
+        self._into = destination
         self._chooser = chooser
         self._in_one_piece = in_one_piece or _none_registered
         self._layout = layout
         self._staging_bytes = staging_bytes
-        self._programs = PROGRAMS if images is not None else LINK_PROGRAMS[into]
+        self._programs = PROGRAMS if images is not None else LINK_PROGRAMS[destination]
         accelerator = resources.accelerator
         self._has_own_streams = streams is None
         if streams is None:
