@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from event_file import write_events
@@ -63,10 +64,18 @@ def test_columns_are_whole_where_the_table_is_piped(tmp_path: Path) -> None:
         [LONGSHORE, "explain", tmp_path / "events"],
         capture_output=True,
         text=True,
-        env={key: value for key, value in os.environ.items() if key != "COLUMNS"},
+        env={**os.environ, "COLUMNS": "40"},
         check=True,
     )
     assert done.stdout.splitlines()[1].split() == [name, "1970-01-01", "00:00:03.000", "2", "0", "0"]
+
+
+@pytest.mark.parametrize("text", ["", '{"n": 1, "kind": "request"'])
+def test_a_file_without_requests_is_said_to_have_none(text: str, tmp_path: Path) -> None:
+    (tmp_path / "events").write_text(text)
+    told = CliRunner().invoke(app, ["explain", str(tmp_path / "events")])
+    assert told.exit_code == 0
+    assert "events: no request with a name is recorded" in told.stderr
 
 
 def test_names_with_brackets_are_shown_as_they_are(tmp_path: Path) -> None:

@@ -66,5 +66,6 @@ def doctor(
             rows.add_row("", "", Text(each.advice, "dim"))
     out.print(rows)
     warnings = sum(each.level is Severity.WARNING for each in found)
-    out.print(f"{broken} broken, {warnings} warnings" + ("" if stores else "; no store was given"))
+    counts = f"{broken} broken, {warnings} warning{'s' * (warnings != 1)}"
+    out.print(counts + ("" if stores else "; no store was given"))
     raise typer.Exit(1 if broken else 0)

@@ -301,7 +301,10 @@ def explain(
     """
     recorded = read_events(events)
     if request is None and not verdict:
-        _print("requests", {}, _ASKED, [_asked(each) for each in requests(recorded)], as_json=as_json)
+        asked = [_asked(each) for each in requests(recorded)]
+        if not asked and not as_json:
+            console(stderr=True).print(f"{events}: no request with a name is recorded in whole lines")
+        _print("requests", {}, _ASKED, asked, as_json=as_json)
         return
     found = accounts_of(recorded, request)
     rows = [

@@ -45,7 +45,9 @@ def address_of(text: str) -> str:
     except ValueError:
         valid = False
     if not valid:
-        raise ConfigError(f"{text}: expected the address of a metrics endpoint, such as http://127.0.0.1:9464")
+        raise ConfigError(
+            f"{text or repr(text)}: expected the address of a metrics endpoint, such as http://127.0.0.1:9464"
+        )
     return url if parts.path.strip("/") else f"{url.rstrip('/')}/metrics"
 
 
