@@ -24,7 +24,7 @@ from longshore.errors import DeviceError, FreedLayoutError
 from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.transfer import D2H, H2D, TransferEngine
 from longshore.transfer.copy_plan import plan_copy
-from longshore.transfer.device.cuda.arguments import image_runs, pieces_of, staged, staged_pitch
+from longshore.transfer.device.cuda.arguments import KernelShape, image_runs, pieces_of, staged, staged_pitch
 from longshore.transfer.device.cuda.calibration import Always, all_registered
 from longshore.transfer.device.cuda.driver import RELAXED, Driver
 from longshore.transfer.device.cuda.streams import RING_SLOTS, CopyShape, DescriptorBuffer, Way, take_ring
@@ -475,6 +475,7 @@ def test_without_a_compiler_pages_go_one_by_one(way: Way, destination: str, capl
     gpu.accelerator.compiler_error = RuntimeError("Failed to find C compiler")
     lane = gpu.lane(pools.layout, destination)
     lane.send([between(pools, [Section(0, 0, (3, 5))], [1, 2], destination).batch])
+    assert len(gpu.library.calls) == 1  # over the link, and not through stages
     model.move([Section(0, 0, (3, 5))], pools.images([1, 2]), destination=destination)
     if destination == DEVICE:
         lane.finish()
@@ -486,6 +487,34 @@ def test_without_a_compiler_pages_go_one_by_one(way: Way, destination: str, capl
     assert gpu.device.fallbacks()["no_kernels"] == (3 if destination == DEVICE else 2)
     (line,) = [record.getMessage() for record in caplog.records if "copy kernels for" in record.getMessage()]
     assert "gcc" in line and "Python.h" in line and "Failed to find C compiler" in line
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_a_kernel_is_compiled_once_whether_that_fails_or_not(compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, asked = StandIn(Always(Way.STAGED)), list[KernelShape]()
+    prepare = gpu.accelerator.prepare
+    gpu.accelerator.compiler_error = None if compiles else FileNotFoundError("ptxas")
+    monkeypatch.setattr(gpu.accelerator, "prepare", lambda shape: (asked.append(shape), prepare(shape))[1])
+    for destination in (HOST, DEVICE, HOST):
+        gpu.lane(flat(8, 24), destination).close()
+    assert len(asked) == len({shape.compiled for shape in asked}) > 0
+    assert compiles or len(asked) == 1
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_stages_are_allocated_before_the_first_copy(compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of host memory that is not registered; and for copies inside the device, where there are no kernels."""
+    pools = Pools(flat(8, 24), slots=8)
+    gpu, pinned = StandIn(Always(Way.DIRECT), in_one_piece=None if compiles else all_registered), list[int]()
+    pinned_bytes = gpu.accelerator.pinned_bytes
+    gpu.accelerator.compiler_error = None if compiles else FileNotFoundError("ptxas")
+    monkeypatch.setattr(gpu.accelerator, "pinned_bytes", lambda size: (pinned.append(size), pinned_bytes(size))[1])
+    lane = gpu.lane(pools.layout, DEVICE)
+    before = list(pinned)
+    chosen = between(pools, [Section(0, 0, (3,))], [1], DEVICE) if compiles else inside(pools.layout, 0, [6], [3])
+    lane.send([chosen.batch])
+    lane.close()
+    assert pinned == before != []
 
 
 def test_without_a_compiler_nothing_is_calibrated_or_kept(tmp_path: Path) -> None:
