@@ -45,7 +45,8 @@ class Crowd(serving.Engine):
                 name = names[8 * len(aborted) + 7]
                 engine.abort_request([name])
                 aborted.add(name)
-            if not is_reset and ended >= requests // 2:
+            loading = any(each.status.name == "WAITING_FOR_REMOTE_KVS" for each in self.scheduler.requests.values())
+            if not is_reset and ended >= requests // 2 and not loading:  # vLLM refuses resets while a request loads
                 before_reset, is_reset = preempted, True
                 if damages:
                     with self.manager._runtime.locked() as cache:
