@@ -356,6 +356,10 @@ def test_servers_of_one_machine_share_pages_whatever_their_ports(rigs: Rigs) -> 
     assert scopes(rigs(under="a", told=other)) == scopes(rigs(under="b"))
 
 
+def test_a_setting_may_be_longer_than_any_file_name(rigs: Rigs) -> None:
+    assert scopes(rigs(under="a", told={"deepep_config": 300 * "x"})) != scopes(rigs(under="b"))
+
+
 @pytest.mark.parametrize("setting", ["kt_weight_path", "modelopt_checkpoint_restore_path", "dllm_algorithm_config"])
 def test_every_byte_of_weights_in_another_place_counts(setting: str, rigs: Rigs, tmp_path: Path) -> None:
     experts = tmp_path / "experts"

@@ -276,7 +276,7 @@ def test_methods_that_change_weights_tell(watched: Watched) -> None:
     assert len(told) == len(weight_changes.METHODS) + 2
 
 
-@pytest.mark.parametrize("how", ["method", "sleep", "function"])
+@pytest.mark.parametrize("how", ["method", "sleep", "function", "method after a sleep"])
 def test_a_change_that_was_told_is_no_second_one(watched: Watched, how: str) -> None:
     """Else nothing was stored after the reset that follows it, until the next one."""
     worker, reports = Extended(), RankReports.make(4, 1, 1)
@@ -285,7 +285,10 @@ def test_a_change_that_was_told_is_no_second_one(watched: Watched, how: str) -> 
     def write(*_: Any) -> None:
         watched.model.layer.weight.data *= 2
 
-    if how == "method":
+    if how.startswith("method"):
+        if how == "method after a sleep":
+            worker.sleep(1)
+            worker.wake_up()
         worker.apply_model(write)
     elif how == "sleep":
         worker.sleep(1)
@@ -301,6 +304,18 @@ def test_a_change_that_was_told_is_no_second_one(watched: Watched, how: str) -> 
     watched.changes.check()
     assert len(watched.told) + reports.weight_changes == 2
     reports.close()
+
+
+def test_a_change_is_told_though_weights_cannot_be_read(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreadable() -> None:
+        raise RuntimeError("no storage")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(watched.changes, "_sampled", unreadable)
+        Extended().apply_model(lambda: watched.model.layer.weight.data.mul_(2))
+    assert len(watched.told) == 1
+    watched.changes.check()
+    assert len(watched.told) == 2
 
 
 def test_sleep_that_keeps_weights_tells_of_device_memory_alone(watched: Watched) -> None:

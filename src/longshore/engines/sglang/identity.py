@@ -7,6 +7,7 @@ layout of a page, and the rank. Under tensor parallelism all ranks ask for the s
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,7 @@ def scope_of(
 def _weights(told: dict[str, Any], memo: Path | None) -> str:
     paths = [model_path(told["model_path"], told["revision"], told["download_dir"])]
     for name, value in _numeric(told).items():
-        if name.endswith(_NAME_FILES) and isinstance(value, str) and value and Path(value).exists():
+        if name.endswith(_NAME_FILES) and isinstance(value, str) and value and os.path.exists(value):  # noqa: PTH110 - takes any text
             paths.append(Path(value))
     return weights_digest(paths, process_began(), memo)
 

@@ -103,13 +103,17 @@ class WeightWatch:
 
     def changed(self) -> None:
         """Weights may have changed: samples that differ because of this are no other change."""
-        self.sample()
         self.on_change()
+        self.sample()
 
     def sample(self) -> None:
-        """What the weights are now is what they are compared with next."""
-        if not self._freed_tags:
+        """What the weights are now is what they are compared with next. What cannot be read counts once more then."""
+        if self._freed_tags:
+            return
+        with contextlib.suppress(Exception):  # such as weights that a failed load has left without memory
             self._last_samples = self._sampled()
+            if self._digests_before_sleep is not None:
+                self._digests_before_sleep = self._digests()
 
     def after_restore(self, tags: Collection[str]) -> None:
         """Device memory of these `tags` was restored. Weights may have been written meanwhile without a call."""

@@ -133,7 +133,7 @@ class Device(ABC):
 
     @abstractmethod
     def stream(self, layout: KVLayout, destination: str) -> Stream:
-        """A stream for copies of `layout` into the tier `into`. Allocates all its resources.
+        """A stream for copies of `layout` into the tier `destination`. Allocates all its resources.
 
         Copies into the device are from the host, or, with `CopyBatch.is_d2d`, from other blocks of the device.
         """

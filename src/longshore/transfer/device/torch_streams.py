@@ -334,7 +334,7 @@ def stream_into(
     layout: KVLayout,
     staging_bytes: int,
 ) -> StagedStream:
-    """Copies of `layout` into the tier `into`, on `stream`; allocates the stages."""
+    """Copies of `layout` into the tier `destination`, on `stream`; allocates the stages."""
     kind = _OffloadStream if destination == HOST else _LoadStream
     return kind(accelerator, events, fallbacks, stream, layout, staging_bytes)
 
