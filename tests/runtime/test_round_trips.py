@@ -233,7 +233,7 @@ def test_another_scope_finds_nothing(tmp_path: Path) -> None:
 
 
 class FailingDevice(CpuDevice):
-    """Copies in the direction `into` fail, while there is one: `at` once they are submitted, or when they end."""
+    """Copies to `destination` fail, while there is one: `at` once they are submitted, or when they end."""
 
     def __init__(self) -> None:
         self.destination = ""
@@ -253,11 +253,11 @@ class FailingStream(CpuStream):
     def __init__(self, device: FailingDevice, destination: str) -> None:
         super().__init__()
         self._device = device
-        self._into = destination
+        self._destination = destination
 
     def copy(self, batch: CopyBatch, after: tuple[DeviceEvent, ...]) -> Copy:
-        self._device.check(self._into, "copy")
-        return FailingCopy(super().copy(batch, after), partial(self._device.check, self._into, "finish"))
+        self._device.check(self._destination, "copy")
+        return FailingCopy(super().copy(batch, after), partial(self._device.check, self._destination, "finish"))
 
 
 @pytest.fixture(params=["copy", "finish"])

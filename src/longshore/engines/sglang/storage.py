@@ -314,10 +314,8 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
             return 0
         if ancestor_names is None:
             raise EngineError(f"SGLang does not say what precedes a page: set {PREFIX_KEYS} in its extra configuration")
-        pages, part = (
-            self._kv.pages.pages(indices, len(names)),
-            GroupKeys(digests([*ancestor_names, *names]), len(ancestor_names)),
-        )
+        pages = self._kv.pages.pages(indices, len(names))
+        part = GroupKeys(digests([*ancestor_names, *names]), len(ancestor_names))
         timeout = self.settings.write_timeout
         waits = self._kv.staging is None and self._runtime.clock() >= self._kv.no_wait_until
         with self._kv.bounded(timeout) as jobs:

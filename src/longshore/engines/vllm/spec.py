@@ -273,7 +273,7 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
 def serve_commands(manager: LongshoreManager, tiers: SchedulerTiers, config: Any, name: str, hashing: str) -> None:
     """Open the socket `name` for commands of `longshore ctl` to `manager`, which closes it.
 
-    `config` is vLLM's `OffloadingConfig`, `hashing` the name of its hash of blocks. Raises `EngineError`.
+    `config` is vLLM's `OffloadingConfig`, `hashing` the name of its hash of blocks. Raises as `ControlServer`.
     """
     metrics = LongshoreCollector(tiers.runtime, file=tiers.file, stores=tiers.remote_stores)
     with tiers.runtime.locked() as cache:

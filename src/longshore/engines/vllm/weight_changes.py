@@ -107,13 +107,15 @@ class WeightWatch:
         self.sample()
 
     def sample(self) -> None:
-        """What the weights are now is what they are compared with next. What cannot be read counts once more then."""
+        """What the weights are now is what they are compared with next."""
         if self._freed_tags:
             return
-        with contextlib.suppress(Exception):  # such as weights that a failed load has left without memory
+        try:
             self._last_samples = self._sampled()
-            if self._digests_before_sleep is not None:
-                self._digests_before_sleep = self._digests()
+        except (RuntimeError, ValueError):  # torch's, of weights that a failed load has left without memory, say
+            _log.exception("the weights could not be read after a change; it is counted again before the next copy")
+        if self._digests_before_sleep is not None:
+            self._digests_before_sleep = self._digests()
 
     def after_restore(self, tags: Collection[str]) -> None:
         """Device memory of these `tags` was restored. Weights may have been written meanwhile without a call."""

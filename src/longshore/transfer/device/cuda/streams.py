@@ -307,7 +307,7 @@ class CudaStream(Stream):
         """`images`: device memory of the images, if they are there. The caller closes `streams`, if it gives them."""
         self._resources = resources
         self._images = images
-        self._into = destination
+        self._destination = destination
         self._chooser = chooser
         self._in_one_piece = in_one_piece or _none_registered
         self._layout = layout
@@ -366,7 +366,9 @@ class CudaStream(Stream):
             pieces = buffer.builder.build(batch) if pieces is None else pieces
             if self._in_registrations(batch, pieces):
                 return self._copy_on(
-                    self._link_stream, buffer, lambda: self._copy_over_link(buffer.keep(*pieces.directed(self._into)))
+                    self._link_stream,
+                    buffer,
+                    lambda: self._copy_over_link(buffer.keep(*pieces.directed(self._destination))),
                 )
             self._resources.fallbacks.count("straddling_piece")
             way, _ = self._choose(batch, buffer.builder, without=Way.DIRECT)
@@ -429,7 +431,7 @@ class CudaStream(Stream):
         counts = [count_pieces(batch, part) for part in batch.parts]
         pieces = builder.build(batch) if None in counts else None
         shape = CopyShape(
-            self._into,
+            self._destination,
             batch.nbytes,
             sum(part.page_copies for part in batch.parts),
             len(pieces.size) if pieces is not None else sum(count for count in counts if count is not None),
@@ -466,7 +468,7 @@ class CudaStream(Stream):
         self._launch("copy_blocks", zip(orders, self._upload(buffer, orders), strict=True))
 
     def _staged(self, batch: CopyBatch, buffer: DescriptorBuffer, ring: Ring) -> Copy:
-        offloads = self._into == HOST
+        offloads = self._destination == HOST
         if self._only_stream is not None:
             self._join(
                 self._only_stream,
@@ -495,7 +497,7 @@ class CudaStream(Stream):
         for slot, parts in slots:
             descriptors = buffer.keep(*link_copies(batch, parts, slot.address))
             launches = list(itertools.islice(given, len(parts)))
-            if self._into == HOST:
+            if self._destination == HOST:
                 self._wait_for_slot(slot, self._kernel_stream)
                 self._run(launches)
                 self._join(self._kernel_stream, self._link_stream)
@@ -523,8 +525,8 @@ class CudaStream(Stream):
     def _take_bounce(self) -> StagedStream:
         resources = self._resources
         self._bounce = stream_into(
-            self._into, resources.accelerator, resources.events, resources.fallbacks, self._kernel_stream, self._layout,
-            self._staging_bytes,
+            self._destination, resources.accelerator, resources.events, resources.fallbacks, self._kernel_stream,
+            self._layout, self._staging_bytes,
         )  # fmt: skip
         return self._bounce
 
@@ -535,7 +537,7 @@ class CudaStream(Stream):
         return arguments
 
     def _run(self, launches: Iterable[tuple[KernelArguments, DeviceArguments]]) -> None:
-        self._launch("gather" if self._into == HOST else "scatter", launches)
+        self._launch("gather" if self._destination == HOST else "scatter", launches)
 
     def _launch(self, kernel: str, launches: Iterable[tuple[KernelArguments, DeviceArguments]]) -> None:
         for order, arguments in launches:
