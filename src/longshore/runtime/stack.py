@@ -60,7 +60,7 @@ def registrar_for(device: str) -> CudaRegistrar | None:
 
 
 def open_arena(config: Config, slabs: int, slab_bytes: int, registrar: CudaRegistrar | None) -> Arena:
-    """An arena for `slabs` slabs of `slab_bytes`. Raises `TierError`, with nothing left behind, without memory for it."""
+    """An arena for `slabs` slabs of `slab_bytes`. Raises `TierError`, with nothing left behind, if memory is short."""
     settings = ArenaSettings(
         numa_node=None if config.host_numa == "off" else config.host_numa,
         pci_address=None if registrar is None else registrar.pci_address(),
