@@ -128,6 +128,24 @@ def test_spans_are_few_and_short_for_their_age(step: int) -> None:
     assert [spans.row(tick) for tick in range(now)] == spans.rows_of(np.arange(now)).tolist()
 
 
+@pytest.mark.parametrize("step", [1, 2, 7, 60, 900])
+def test_spans_become_one_as_the_rule_says(step: int) -> None:
+    spans, dice, now, starts = Spans(), random.Random(step), 0, [0]
+    for _ in range(5_000):
+        now += dice.randint(1, step)
+        starts.append(now)
+        at = 0
+        while at + 2 < len(starts):
+            back = now - (starts[at + 2] - 1)
+            full = at + 3 == len(starts) and len(starts) > ROWS
+            if back >= OLDEST or 4 * (starts[at + 2] - starts[at]) <= back or full:
+                del starts[at + 1]
+            else:
+                at += 1
+        spans.begin(now)
+        assert spans.starts == starts
+
+
 # ---------------------------------------------------------------------- ghost list
 
 

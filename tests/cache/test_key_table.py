@@ -38,6 +38,11 @@ def test_keys_are_found_as_in_a_dictionary(lengths: list[int], buckets: int | No
         asked = [*dice.sample(sorted(model), min(most, len(model))), *(dice.randbytes(32) for _ in range(most))]
         assert table.find(asked) == [model.get(key, 0) for key in asked]
         assert [table.get(key) for key in asked] == [model.get(key, 0) for key in asked]
+        there = [key for key in asked if key in model]
+        at = as_i32([model[key] for key in there])
+        assert table.are(at, there)
+        assert len(there) < 2 or not table.are(at, [*there[1:], there[0]])
+        assert len(there) < 2 or not table.are(at[1:], there)
     table.check_integrity()
     assert len(table) == len(model) and table.nodes().tolist() == sorted(model.values())
     assert table[list(model.values())].tolist() == list(model)

@@ -262,7 +262,7 @@ class Backlog:
         """
         if not (mark := self._mark[node]):
             return [], 0
-        path = self._index.path(node, self._index.depth[node] + 1)
+        path = self._index.path(node, self._index.depth[node] + 1).tolist()
         chain = list(takewhile(lambda each: self.is_dirty(each, _tier(mark)), path))[::-1]
         return chain if _is_queued(self._mark[chain[0]]) else [], _tier(mark)
 

@@ -86,10 +86,17 @@ def as_i32(numbers: Sequence[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.int
     return np.frombuffer(array("i", numbers), _INT32) if len(numbers) else np.empty(0, np.int32)
 
 
+def as_list(numbers: Sequence[int] | npt.NDArray[np.int32]) -> Sequence[int]:
+    """32-bit numbers as a sequence of `int`; a loop over an array is slower."""
+    return numbers.tolist() if isinstance(numbers, np.ndarray) else numbers
+
+
 def has_duplicates(numbers: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> bool:
     """Whether `numbers` has duplicates."""
     if len(numbers) < FEW:
         return len(set(numbers.tolist())) < len(numbers)
+    if (ascending := np.count_nonzero(numbers[1:] > numbers[:-1])) in (0, len(numbers) - 1):  # often sorted already
+        return not ascending and bool(np.count_nonzero(numbers[1:] == numbers[:-1]))
     ordered = np.sort(numbers)
     return bool(np.count_nonzero(ordered[1:] == ordered[:-1]))
 
@@ -105,6 +112,32 @@ def count_leading(true: npt.NDArray[np.bool_]) -> int:
     """The number of leading true elements."""
     first = int(true.argmin()) if len(true) else 0
     return len(true) if not len(true) or true[first] else first
+
+
+def follow(links: Column, number: int, end: int, most: int) -> I32:
+    """`number`, its link, the link of that and so on, before `end`, at most `most` numbers.
+
+    Chunks that were stored together have consecutive numbers, and mostly are linked so, the higher one to the lower
+    one. Such a run is found by one comparison. Between runs, links are followed one by one, twice as many each time
+    that a run was shorter than expected.
+    """
+    found, size, singly = array("i"), FEW, FEW
+    while number != end and (left := most - len(found)) > 0:
+        if left >= FEW:
+            run = np.arange(number, max(number - min(left, size), end if end < number else 0), -1, dtype=np.int32)
+            count = 1 + count_leading(i32_view(links)[run[:-1]] == run[1:])
+            found.frombytes(run[:count].tobytes())
+            number = links[number - count + 1]
+            if count == len(run):
+                size, singly = 8 * size, FEW
+                continue
+            size, singly = FEW, 2 * singly
+        for _ in range(min(singly, most - len(found))):
+            if number == end:
+                break
+            found.append(number)
+            number = links[number]
+    return as_i32(found)
 
 
 def runs(numbers: npt.NDArray[Any]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
@@ -200,13 +233,7 @@ class LinkedLists:
 
     def first_few(self, which: int, count: int) -> list[int]:
         """The first elements of list `which`, at most `count`."""
-        after, found = self.after, list[int]()
-        number = after[which]
-        for _ in range(count):
-            if number == which:
-                break
-            found.append(number)
-            number = after[number]
+        found: list[int] = follow(self.after, self.after[which], which, count).tolist()
         return found
 
     def drop_first(self, which: int, last: int) -> None:
@@ -329,6 +356,13 @@ class KeyTable:
         if isinstance(which, (int, np.integer)):
             return self._rows.item(which) if self._before[which] else None
         return self._rows.take(np.asarray(which, np.intp))
+
+    def are(self, nodes: I32, keys: Sequence[Key]) -> bool:
+        """Whether `keys` are the keys of `nodes`, which have one, in this order."""
+        rows = self._rows.take(nodes)
+        if rows.dtype == object or _length(keys) != rows.itemsize:
+            return bool(list(keys) == rows.tolist())
+        return b"".join(keys) == rows.tobytes()
 
     def has(self, nodes: I32) -> npt.NDArray[np.bool_]:
         """Whether each of `nodes` has a key."""

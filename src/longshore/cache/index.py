@@ -91,7 +91,7 @@ class Index(Nodes):
                 high = middle
         return low
 
-    def follow(self, keys: Sequence[Key], first: int) -> list[int]:
+    def follow(self, keys: Sequence[Key], first: int) -> I32:
         """Nodes of the leading chunks of `keys[first:]` that are in a tier, or on their way into one.
 
         Raises `CacheError` unless each is the child of the key before it, and the other keys are new and distinct.
@@ -99,11 +99,11 @@ class Index(Nodes):
         try:
             before = self._at(keys, first - 1) if first else ROOT
             end = self.indexed_prefix(keys, first)
-            path = self.path(self.get(keys[end - 1]), end - first)[::-1] if end > first else []
-            if path and (self.parent[path[0]] != before or self.key[path].tolist() != list(keys[first:end])):
+            path = self.path(self.get(keys[end - 1]), end - first)[::-1] if end > first else as_i32(())
+            if len(path) and (self.parent[path[0]] != before or not self.key.are(path, keys[first:end])):
                 raise _broken(keys, first)
             if self.orphans:
-                path += self._follow_orphans(keys, end)
+                path = np.concatenate([path, as_i32(self._follow_orphans(keys, end))])
                 end = first + len(path)
             rest = keys[end:]
             found = self.key.find_all(rest)

@@ -82,11 +82,12 @@ class Loader:
         keys, tail, leased = chunks.keys[: -(-(skip + len(blocks)) // per_chunk)], chunks.refs[0].node, len(chunks.keys)
         first_block = chunks.positions[0] * per_chunk + skip
         load, waiter = self._begin(timeout)
-        path = state.index.path(tail, leased)[leased - len(keys) :][::-1] if tail else state.index.loadable_nodes(keys)
+        index = state.index
+        path = index.path(tail, leased)[leased - len(keys) :][::-1].tolist() if tail else index.loadable_nodes(keys)
         tiers, slots, in_host = self._claim(load, path, keys)
         path = path[: len(tiers)]
         load.not_scheduled += [state.miss_reason(key) for key in keys[len(path) + len(load.not_scheduled) :]]
-        parent_key = state.index.parent_keys(path[:1])[0] if path else None
+        parent_key = index.parent_keys(path[:1])[0] if path else None
         for start, end in _batches(in_host, len(path)):
             here = slice(start, end)
             parents = [parent_key, *keys[start : end - 1]]
@@ -161,10 +162,11 @@ class Loader:
             record.sources, record.is_first_group = origins_of(keys, [name] * len(keys), origins), is_first
         return job, len(keys), Addresses(Slots(name, state.pools[0].size_class_of(slots[0]), tuple(slots)))
 
-    def _add_readers(self, path: Sequence[int]) -> tuple[list[int], list[int], int]:
+    def _add_readers(self, path: Sequence[int]) -> tuple[list[int], list[int], list[int], int]:
         """Add a reader to the copy that each loadable node is read from.
 
-        Returns tiers and slots, and the number of leading chunks that are ready in the host tier.
+        Returns tiers and slots, the positions of those not in the host tier, and the number of leading chunks that are
+        ready in the host tier.
         """
         index, pools = self._state.index, self._state.pools
         host_slots = i32_view(index.slot[0])[as_i32(path)]
@@ -176,15 +178,14 @@ class Loader:
             tier = tiers[i] = index.warmest_ready(path[i])
             slots[i] = index.slot[tier][path[i]]
             pools[tier].readers[slots[i]] += 1
-        return tiers, slots, in_host
+        return tiers, slots, absent, in_host
 
     def _claim(self, load: Load, path: Sequence[int], keys: Sequence[Key]) -> tuple[list[int], list[int], int]:
         """`_add_readers`, and make room in the host tier for those that it lacks, if necessary without backups.
 
         Chunks from the first without room on are not loaded; if `load.is_whole`, none is.
         """
-        tiers, slots, in_host = self._add_readers(path)
-        colder = [i for i, tier in enumerate(tiers) if tier]
+        tiers, slots, colder, in_host = self._add_readers(path)
         self._state.log.evicted_for = keys[colder[0]] if colder else None
         lacking, evictor = [path[i] for i in colder], self._transfers.evictor
         if (room := evictor.room_for(0, lacking, clean_only=True)) < len(colder):

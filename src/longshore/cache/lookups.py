@@ -74,7 +74,10 @@ class LeasedChunks:
             return index.loadable_nodes(self.keys)
         last = self.positions[-1]
         path = index.path(tail, last - self.positions[0] + 1)
-        return path[::-1] if len(path) == len(self.keys) else [path[last - position] for position in self.positions]
+        nodes: list[int] = (
+            path[::-1] if len(path) == len(self.keys) else path[last - np.asarray(self.positions)]
+        ).tolist()
+        return nodes
 
 
 @dataclass(slots=True, eq=False)
@@ -152,9 +155,10 @@ class Leases:
             nodes = [node for ref in chunks.refs if (node := ref.node)]
             if chunks.independent:
                 self._state.windows.mark_used(nodes)
+                self._state.touch(nodes[::-1])
             elif nodes:
-                nodes = self._state.index.path(nodes[0], chunks.positions[-1] - chunks.positions[0] + 1)
-            self._state.touch(nodes if not chunks.independent else nodes[::-1])
+                length = chunks.positions[-1] - chunks.positions[0] + 1
+                self._state.touch(self._state.index.path(nodes[0], length))
             for ref in chunks.refs:
                 self._state.remove_ref(ref)
 
@@ -419,7 +423,7 @@ class Lookups:
             self._advance(now)
             return self._remote.fetch_independent(keys[start:], nodes, size_class, self._transfers.now + timeout)
         end = index.loadable_prefix(keys, start)
-        nodes = index.follow(keys, end)
+        nodes = index.follow(keys, end).tolist()
         self._state.check_size_class([*nodes[:1], index.get(keys[end - 1]) if end else 0], size_class)
         self._advance(now)
         return self._remote.fetch(keys, end, nodes, size_class, self._transfers.now + timeout)

@@ -12,7 +12,7 @@ arguments. `state` holds the state of the tiers, `transfers` the jobs in flight;
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, cast
 
 from longshore.boundary import (
@@ -557,7 +557,7 @@ class TieredCache:
 
     def _scheduled(self, load: Load, origins: Mapping[Key, str] | None) -> ScheduledLoad:
         """The jobs of `load`, whose chunks have these `origins`. A load without jobs ends at once."""
-        load.sources = origins_of([key for _, keys in load.requests for key in keys], load.sources, origins)
+        load.sources = origins_of(chain.from_iterable(keys for _, keys in load.requests), load.sources, origins)
         if not load.jobs:
             self._conclude(load, MissReason.CANCELLED)
         jobs = tuple(LoadJob(job.transfer.job, len(job.statuses)) for job in load.jobs)

@@ -16,11 +16,13 @@ import numpy.typing as npt
 from longshore.boundary import Key
 from longshore.cache.columns import (
     FEW,
+    I32,
     LISTS,
     FreeList,
     KeyTable,
     as_i32,
     filled,
+    follow,
     i32_view,
     resized,
     u8_view,
@@ -96,15 +98,9 @@ class NodeTree:
         if count != len(live):
             raise IntegrityError(f"{count} of {len(live)} nodes are found among children: damaged links")
 
-    def path(self, node: int, length: int) -> list[int]:
+    def path(self, node: int, length: int) -> I32:
         """`node` and its ancestors, at most `length` nodes, tail first."""
-        parent, found = self.parent, list[int]()
-        for _ in range(length):
-            if node == _NOBODY:
-                break
-            found.append(node)
-            node = parent[node]
-        return found
+        return follow(self.parent, node, _NOBODY, length)
 
     def is_line(self, nodes: npt.NDArray[np.int32]) -> bool:
         """Whether each of `nodes` is the only child of the one before it, and the last has none."""

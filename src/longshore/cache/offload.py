@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Addresses, Key, Section, Slots
-from longshore.cache.columns import as_i32, count_leading, i32_view, runs_of
+from longshore.cache.columns import I32, as_i32, count_leading, i32_view, runs_of
 from longshore.cache.nodes import ROOT
 from longshore.cache.settings import OfferFilter, Retention, WriteBudget, WriteRule, priorities
 from longshore.cache.transfers import TierSlots, Transfers
@@ -61,7 +61,7 @@ class Offloader:
     def store(
         self,
         path: GroupKeys,
-        nodes: Sequence[int],
+        nodes: Sequence[int] | I32,
         blocks: Sequence[int] | None,
         group: int,
         *,
@@ -105,7 +105,7 @@ class Offloader:
             state.partials.learn(keys, first, prompt_tokens, size)
         return offload
 
-    def check(self, path: GroupKeys, group: int) -> list[int]:
+    def check(self, path: GroupKeys, group: int) -> Sequence[int] | I32:
         """The nodes of the chunks of `path` in the index. Raises `CacheError` for invalid keys or tokens."""
         keys, first, settings = path.keys, path.start, self._transfers.settings
         if path.prompt_tokens is not None and self._state.partials.on:
@@ -113,7 +113,7 @@ class Offloader:
         known = self._known_independent if settings.is_independent(group) else self._follow
         return known(keys, first, group)
 
-    def _follow(self, keys: Sequence[Key], first: int, group: int) -> list[int]:
+    def _follow(self, keys: Sequence[Key], first: int, group: int) -> I32:
         """The nodes of the leading chunks of `keys[first:]`, of `group`, that are in the index."""
         size_class, index = self._transfers.settings.size_class_of(group), self._state.index
         path = index.follow(keys, first)
@@ -131,7 +131,7 @@ class Offloader:
         self,
         keys: Sequence[Key],
         first: int,
-        path: Sequence[int],
+        path: Sequence[int] | I32,
         blocks: Sequence[int] | None,
         retention: Sequence[Retention] = (),
         group: int = 0,
@@ -187,7 +187,7 @@ class Offloader:
         self,
         keys: Sequence[Key],
         first: int,
-        nodes: Sequence[int],
+        nodes: Sequence[int] | I32,
         blocks: Sequence[int] | None,
         retention: Sequence[Retention] = (),
         *,

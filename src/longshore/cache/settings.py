@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -12,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key, Slabs
+from longshore.cache.columns import has_duplicates
 from longshore.cache.eviction_policies import DEFAULT_POLICY, EvictionPolicy
 from longshore.cache.eviction_policies.ghosts import Ghosts
 from longshore.cache.pool import SlotPool
@@ -198,10 +200,14 @@ class DeviceBlocks:
         """Raise `CacheError` unless `blocks` are distinct blocks of the pool."""
         if any(not issubclass(kind, int | np.integer) or kind is bool for kind in set(map(type, blocks))):
             raise CacheError(f"expected device blocks as integers, got {list(blocks)[:8]}")
-        if len(set(blocks)) != len(blocks):
+        try:
+            numbers = np.frombuffer(array("q", blocks), np.int64)
+        except OverflowError:
+            raise CacheError(f"expected device blocks in [0, {self._count}), got {list(blocks)[:8]}") from None
+        if has_duplicates(numbers):
             raise CacheError(f"expected distinct device blocks, got {list(blocks)[:8]}")
-        if blocks and (min(blocks) < 0 or (self._count is not None and max(blocks) >= self._count)):
-            raise CacheError(f"expected device blocks in [0, {self._count}), got {min(blocks)} to {max(blocks)}")
+        if len(numbers) and (numbers.min() < 0 or (self._count is not None and numbers.max() >= self._count)):
+            raise CacheError(f"expected device blocks in [0, {self._count}), got {numbers.min()} to {numbers.max()}")
 
 
 class PrefetchPolicy(enum.Enum):

@@ -467,7 +467,7 @@ class CacheState:
         used = as_i32(nodes)
         for tier, policy in enumerate(self.policies):
             ranked = used[self.are_ranked(used, tier)]
-            policy.touch(ranked.tolist())
+            policy.touch(ranked)
             if self.several_sizes:
                 self.pools[tier].record_use(i32_view(self.index.slot[tier])[ranked].tolist())
         self._record_uses_elsewhere(used)

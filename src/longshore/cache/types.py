@@ -207,9 +207,16 @@ ScheduledStore.known = former_name("known", "already_stored")  # type: ignore[at
 ScheduledStore.kept = former_name("kept", "stored_prefix")  # type: ignore[attr-defined]
 
 
-def origins_of(keys: Sequence[Key], tiers: list[str], origins: Mapping[Key, str] | None) -> list[str]:
+def origins_of(keys: Iterable[Key], tiers: list[str], origins: Mapping[Key, str] | None) -> list[str]:
     """The tiers that the first of `keys` are read from; of those with an origin, that."""
     return [origins.get(*each) for each in zip(keys, tiers, strict=False)] if origins else tiers
+
+
+def _tally(tiers: Sources) -> Mapping[str, int]:
+    """How often each of `tiers` is named; mostly it is one."""
+    if isinstance(tiers, Sequence) and tiers and tiers.count(tiers[0]) == len(tiers):
+        return {tiers[0]: len(tiers)}
+    return Counter(tiers)
 
 
 _MAPPINGS, _KEYS = (dict, Mapping), (list, tuple, Residency, Sequence)
@@ -442,13 +449,14 @@ class Counters:
         if statuses.count(fine) < len(statuses):
             hits = [tier for tier, status in zip(sources, statuses, strict=True) if status is fine]
             self.misses.update(MissReason.of(status) for status in statuses if status is not fine)
-        by_tier = Counter(hits)
-        self.count_hits(by_tier, by_tier, tokens)
+        self.count_hits(hits, hits, tokens)
 
     def count_hits(self, chunks: Sources, first_group: Sources, tokens: int) -> None:
         """Count chunks that were loaded; `first_group` are those of the first group, of `tokens` tokens each."""
-        self.hits.update(chunks)
-        self.hit_tokens.update({tier: count * tokens for tier, count in Counter(first_group).items()})
+        for tier, count in _tally(chunks).items():
+            self.hits[tier] += count
+        for tier, count in _tally(first_group).items():
+            self.hit_tokens[tier] += count * tokens
 
     def observe_load(self, sources: Sources, seconds: float, asked: Sequence[tuple[str | None, Sequence[Key]]]) -> None:
         """Enter a load for the requests `asked` into the histogram of the slowest of `sources`, if there is one."""

@@ -37,8 +37,10 @@ from xxhash import xxh3_64_digest
 from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
 from longshore.cache import CacheSettings, GroupKeys, Lease, ReuseHint, TieredCache, TierSpec
 from longshore.cache.columns import (
+    I32,
     LISTS,
     LinkedLists,
+    as_list,
     check_in,
     check_new,
     filled,
@@ -58,10 +60,10 @@ from longshore.trace.replay import keys_of
 class FIFO(LRU):
     """Evicts the chunk that was inserted first, however often it was used."""
 
-    def touch(self, nodes: Sequence[int]) -> None:
+    def touch(self, nodes: Sequence[int] | I32) -> None:
         """`nodes` were used, which changes nothing; held ones are inserted again."""
         check_in(self._place, nodes)
-        super().touch([node for node in nodes if self.is_held(node)])
+        super().touch([node for node in as_list(nodes) if self.is_held(node)])
 
 
 class OneByOne(EvictionPolicy):
@@ -109,9 +111,9 @@ class LRU2(OneByOne):
         for node in nodes:
             self._use(node)
 
-    def touch(self, nodes: Sequence[int]) -> None:
+    def touch(self, nodes: Sequence[int] | I32) -> None:
         """`nodes` were used, the last was used last."""
-        for node in nodes:
+        for node in as_list(nodes):
             self._known(node)
             self._use(node)
 
@@ -220,10 +222,10 @@ class S3FIFO(OneByOne):
             else:
                 self._enter(node, self.SMALL)
 
-    def touch(self, nodes: Sequence[int]) -> None:
+    def touch(self, nodes: Sequence[int] | I32) -> None:
         """`nodes` were used; held ones are inserted again at the end of their queue."""
         check_in(self._queue, nodes)
-        for node in nodes:
+        for node in as_list(nodes):
             self._uses[node] = min(self.MOST, self._uses[node] + 1)
             if self._held[node]:
                 self._held[node] = 0

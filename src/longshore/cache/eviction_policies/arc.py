@@ -21,9 +21,11 @@ import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.cache.columns import (
+    I32,
     LISTS,
     LinkedLists,
     as_i32,
+    as_list,
     check_in,
     check_new,
     filled,
@@ -81,8 +83,9 @@ class ARC(EvictionPolicy):
             self._linked.extend(which, ours)
             self._counts[which] += len(ours)
 
-    def touch(self, nodes: Sequence[int]) -> None:
+    def touch(self, nodes: Sequence[int] | I32) -> None:
         """Record uses of `nodes`, which count as used often now. Adjacent nodes of one list move together."""
+        nodes = as_list(nodes)
         place, after, before = self._place, self._linked.after, self._linked.before
         at, count = 0, len(nodes)
         while at < count:

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.columns import KeyTable
+from longshore.cache.columns import I32, KeyTable
 
 NodeKeys: TypeAlias = "npt.NDArray[np.object_] | KeyTable"
 """The key of each node, for policies with a ghost list."""
@@ -90,7 +90,7 @@ class EvictionPolicy(ABC):
         self.insert(nodes, leaf=leaf)
 
     @abstractmethod
-    def touch(self, nodes: Sequence[int]) -> None:
+    def touch(self, nodes: Sequence[int] | I32) -> None:
         """`nodes`, a part of a path, tail first, were used. Those that were held are released."""
 
     @abstractmethod

@@ -22,10 +22,12 @@ import numpy.typing as npt
 from longshore.boundary import Key
 from longshore.cache.columns import (
     FEW,
+    I32,
     LISTS,
     Column,
     LinkedLists,
     as_i32,
+    as_list,
     check_in,
     check_new,
     grown,
@@ -80,7 +82,9 @@ _GHOSTS = 4
 _FADE = 64
 """Counts lose half of their weight in so many uses for each slot, little by little."""
 
-_Nodes = npt.NDArray[np.int32]
+_EMPTY = np.arange(LISTS, dtype=np.int32)
+"""What follows each list that is empty: itself."""
+
 _States = npt.NDArray[np.uint32]
 
 
@@ -222,31 +226,32 @@ class Gittins(EvictionPolicy):
         if len(self._hit_rates.events) >= max(_MOST, self.slots // _LEARNED):  # of a caller that reports no requests
             self._learn()
 
-    def touch(self, nodes: Sequence[int]) -> None:
+    def touch(self, nodes: Sequence[int] | I32) -> None:
         """Record uses of `nodes`, at most one for each request. Adjacent nodes that go to one list move together."""
-        at = as_i32(nodes)
         if len(nodes) < FEW:
+            nodes = as_list(nodes)
             check_in(self._state, nodes)
             if len(set(nodes)) < len(nodes):
                 nodes = list(dict.fromkeys(reversed(nodes)))[::-1]
         else:
-            check_in(self._state, at)
-            if has_duplicates(at):
-                at = unique(at[::-1])[::-1]
-                nodes = at.tolist()
+            nodes = as_i32(nodes)
+            check_in(self._state, nodes)
+            if has_duplicates(nodes):
+                nodes = unique(nodes[::-1])[::-1]
         first = 0
-        for end in self._alike(nodes, at):
-            head, state, when = nodes[first], self._state[nodes[first]], self._used[nodes[first]]
+        for end in self._alike(nodes):
+            head = int(nodes[first])
+            state, when = self._state[head], self._used[head]
             new, now = self._use(state, when, end - first), max(when, self._request)
             self._mark(nodes[first:end], new, now)
             which = self._list_of(new, now)
             if state >= HELD:
                 self._linked.append(which, head)
             else:
-                self._linked.move_to_end(head, nodes[end - 1], which)
+                self._linked.move_to_end(head, int(nodes[end - 1]), which)
             self._look_at(which)
             first = end
-        if nodes:
+        if first:
             self._last = self._state[nodes[-1]]
         self._since += len(nodes)
 
@@ -458,9 +463,10 @@ class Gittins(EvictionPolicy):
             self._hit_rates.record(BECAME, new, self._request, count=count)
         return new
 
-    def _alike(self, nodes: Sequence[int], at: _Nodes) -> list[int]:
+    def _alike(self, nodes: Sequence[int] | I32) -> list[int]:
         """Where runs of nodes end that follow one another in a list and were used alike; what is held is alone."""
         if len(nodes) >= FEW:
+            at = as_i32(nodes)
             after, state, used = i32_view(self._linked.after)[at], u32_view(self._state)[at], i32_view(self._used)[at]
             apart = (after[:-1] != at[1:]) | (state[:-1] != state[1:]) | (used[:-1] != used[1:]) | (state[:-1] >= HELD)
             return [*(np.flatnonzero(apart) + 1).tolist(), len(nodes)]
@@ -471,7 +477,7 @@ class Gittins(EvictionPolicy):
             if next_[one] != two or how[one] != how[two] or when[one] != when[two] or how[one] >= HELD
         ]
 
-    def _mark(self, nodes: Sequence[int] | _Nodes, state: int, when: int) -> None:
+    def _mark(self, nodes: Sequence[int] | I32, state: int, when: int) -> None:
         """Set state and last use of `nodes`."""
         if len(nodes) >= FEW:
             at = as_i32(nodes)
@@ -481,7 +487,7 @@ class Gittins(EvictionPolicy):
         for node in nodes:
             states[node], used[node] = state, when
 
-    def _forget(self, when: _Nodes, states: _States) -> None:
+    def _forget(self, when: I32, states: _States) -> None:
         """Discard the state of these nodes."""
         self._hit_rates.forget(states, when, AGES_OF[np.minimum(self._now - when, OLDEST)])
 
@@ -502,7 +508,7 @@ class Gittins(EvictionPolicy):
         first = self._fresh if when == self._request else self._spans.row(when) * KINDS
         return first + KIND_OF[state & HOW]
 
-    def _lists(self, states: _States, when: _Nodes) -> npt.NDArray[np.intp]:
+    def _lists(self, states: _States, when: I32) -> npt.NDArray[np.intp]:
         """`_list_of` many."""
         lists: npt.NDArray[np.intp] = self._spans.rows_of(when) * KINDS + KINDS_OF[states & np.uint32(HOW)]
         return lists
@@ -521,9 +527,10 @@ class Gittins(EvictionPolicy):
         after, before = i32_view(self._linked.after), i32_view(self._linked.before)
         for row, older in self._spans.begin(self._now):
             self._hit_rates.join(row, older)
-            lists = np.arange(row * KINDS, (row + 1) * KINDS)
-            for which in lists[after[lists] != lists].tolist():
-                self._linked.move_to_end(int(after[which]), int(before[which]), which + (older - row) * KINDS)
+            first, end = row * KINDS, (row + 1) * KINDS
+            for kind in (after[first:end] != _EMPTY[first:end]).nonzero()[0].tolist():
+                which = first + kind
+                self._linked.move_to_end(int(after[which]), int(before[which]), older * KINDS + kind)
         self._stale = True
 
     def _learn(self) -> None:

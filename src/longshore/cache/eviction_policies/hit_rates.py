@@ -214,11 +214,12 @@ class Spans:
     time that they lie back, so that what is sorted by spans stays so at the cost of joining whole lists.
     """
 
-    __slots__ = ("_free", "rows", "starts")
+    __slots__ = ("_due", "_free", "rows", "starts")
 
     def __init__(self) -> None:
         self.rows, self.starts = [0], [0]
         self._free = list(range(1, ROWS))
+        self._due = list[int]()  # for each span but the last two, the request at which it and the next become one
 
     def row(self, request: int) -> int:
         """The row of the span of `request`."""
@@ -237,22 +238,27 @@ class Spans:
 
     def begin(self, now: int) -> list[tuple[int, int]]:
         """A span begins with request `now`; which rows become a part of which older ones, in this order."""
-        rows, starts, joined = self.rows, self.starts, []
+        rows, starts, due, joined = self.rows, self.starts, self._due, []
         if starts[-1] == now:
             return []
         starts.append(now)
+        due += map(self._due_after, range(len(due), len(starts) - 2))
         at = 0
-        while at + 2 < len(starts):
-            last = starts[at + 2] - 1
-            back = now - last
-            if back >= _END or 4 * (last + 1 - starts[at]) <= back or (at + 3 == len(starts) and not self._free):
+        while at < len(due):
+            if due[at] <= now or (at + 1 == len(due) and not self._free):
                 joined.append((rows.pop(at + 1), rows[at]))
-                del starts[at + 1]
+                del starts[at + 1], due[at]
+                due[max(0, at - 1) : at + 1] = map(self._due_after, range(max(0, at - 1), min(at + 1, len(due))))
                 self._free.append(joined[-1][0])
             else:
                 at += 1
         rows.append(self._free.pop())
         return joined
+
+    def _due_after(self, at: int) -> int:
+        """The request at which the spans `at` and `at + 1` become one."""
+        end = self.starts[at + 2]
+        return end - 1 + min(_END, 4 * (end - self.starts[at]))
 
 
 _IMAGINED = 128.0

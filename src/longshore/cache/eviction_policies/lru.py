@@ -9,9 +9,11 @@ import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.cache.columns import (
+    I32,
     LISTS,
     LinkedLists,
     as_i32,
+    as_list,
     check_in,
     check_new,
     filled,
@@ -53,8 +55,9 @@ class LRU(EvictionPolicy):
         self._linked.extend(_ORDER, nodes)
         self._count += len(nodes)
 
-    def touch(self, nodes: Sequence[int]) -> None:
+    def touch(self, nodes: Sequence[int] | I32) -> None:
         """Record uses of `nodes`; the last becomes the most recently used. Adjacent nodes move together."""
+        nodes = as_list(nodes)
         place, after, before = self._place, self._linked.after, self._linked.before
         at, count = 0, len(nodes)
         while at < count:

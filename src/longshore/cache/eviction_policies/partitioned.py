@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.columns import FEW, as_i32, check_new, not_in_policy, u8_view, unique
+from longshore.cache.columns import FEW, I32, as_i32, as_list, check_new, not_in_policy, u8_view, unique
 from longshore.cache.eviction_policies.base import EvictionPolicy, NodeKeys
 from longshore.errors import CacheError
 
@@ -86,9 +86,9 @@ class PartitionedPolicy(EvictionPolicy):
             self.part(number).insert_copies(ours, leaf=leaf and ours[0] == nodes[0])
             u8_view(self._part_of)[as_i32(ours)] = number ^ OUT
 
-    def touch(self, nodes: Sequence[int]) -> None:
+    def touch(self, nodes: Sequence[int] | I32) -> None:
         """Record uses of `nodes`."""
-        for policy, ours in self._by_policy(nodes):
+        for policy, ours in self._by_policy(as_list(nodes)):
             policy.touch(ours)
 
     def hold(self, node: int) -> None:
