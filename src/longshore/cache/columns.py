@@ -32,6 +32,10 @@ FEW, _FEW_KEYS = 48, 24
 """Below this number of nodes, or of keys, a loop is faster than array operations."""
 
 
+_RUN = 128
+"""So many linked numbers are found faster by one comparison than one by one."""
+
+
 def filled(count: int, value: int = 0, dtype: npt.DTypeLike = _INT32) -> Column:
     """A column of `count` elements of `dtype`, all of them `value`. Its memory is allocated at once."""
     return np.full(count, value, dtype).data
@@ -118,25 +122,25 @@ def follow(links: Column, number: int, end: int, most: int) -> I32:
     """`number`, its link, the link of that and so on, before `end`, at most `most` numbers.
 
     Chunks that were stored together have consecutive numbers, and mostly are linked so, the higher one to the lower
-    one. Such a run is found by one comparison. Between runs, links are followed one by one, twice as many each time
-    that a run was shorter than expected.
+    one. What looks like a run, because it begins like one and goes on like one, is found by one comparison.
     """
-    found, size, singly = array("i"), FEW, FEW
+    found, size = array("i"), _RUN
     while number != end and (left := most - len(found)) > 0:
-        if left >= FEW:
+        far = number - _RUN
+        if left >= _RUN and far >= 0 and links[number] == number - 1 and links[far + 1] == far:
             run = np.arange(number, max(number - min(left, size), end if end < number else 0), -1, dtype=np.int32)
             count = 1 + count_leading(i32_view(links)[run[:-1]] == run[1:])
             found.frombytes(run[:count].tobytes())
             number = links[number - count + 1]
-            if count == len(run):
-                size, singly = 8 * size, FEW
-                continue
-            size, singly = FEW, 2 * singly
-        for _ in range(min(singly, most - len(found))):
+            size = 8 * size if count == len(run) else _RUN
+            continue
+        some = list[int]()
+        for _ in range(min(left, _RUN)):
             if number == end:
                 break
-            found.append(number)
+            some.append(number)
             number = links[number]
+        found.fromlist(some)
     return as_i32(found)
 
 
