@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import io
 import os
 import shlex
 import signal
@@ -14,11 +15,12 @@ from typing import Any
 
 import pytest
 from cli_kit import LONGSHORE, SHORT, expanded
+from rich.console import Console
 from rich.padding import Padding
 from typer.main import get_command
 
 from longshore.cli.app import app
-from longshore.cli.output import console, run
+from longshore.cli.output import console, run, table
 
 
 def shell(command: str, files: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -151,3 +153,20 @@ def test_help_fits_any_width_of_the_terminal() -> None:
 def _commands(group: Any) -> Iterator[tuple[str, Any]]:
     for name, command in group.commands.items():
         yield from _commands(command) if hasattr(command, "commands") else [(name, command)]
+
+
+@pytest.mark.parametrize("columns", [200, 72, 60, 45])
+def test_narrow_tables_cut_no_number_and_no_text(columns: int) -> None:
+    made = table("engine", "state", "size", "not stored", "queued", right=("size", "not stored"), optional=("queued",))
+    made.add_row("10.20.30.40:9464", "away: Connection refused", "1,023.5 KiB", "12,345.6/s", "7 loads")
+    out = io.StringIO()
+    Console(file=out, width=columns).print(made)
+    text = out.getvalue()
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= columns
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
+    assert all(number in text for number in ("1,023.5 KiB", "12,345.6/s"))
+    starts = [lines[0].index("state"), lines[0].index("size") - 7]
+    assert "".join(line[: starts[0]].strip() for line in lines) == "engine10.20.30.40:9464"
+    assert "".join(line[starts[0] : starts[1]].replace(" ", "") for line in lines) == "stateaway:Connectionrefused"
+    assert ("loads" in text) is (columns > 45)

@@ -59,7 +59,7 @@ def doctor(
         write_json({"broken": broken, "findings": [{**each._asdict(), "level": each.level.value} for each in found]})
         raise typer.Exit(1 if broken else 0)
     styles = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.BROKEN: "bold red"}
-    out, rows = console(), table("", "what", "finding", no_wrap=False)
+    out, rows = console(), table("", "what", "finding")
     for each in found:
         rows.add_row(Text(each.level.value, styles[each.level]), each.about, each.what)
         if each.advice:

@@ -254,7 +254,7 @@ def assumptions(found: Plan, timing: Timing, engines: int, assumed: str = "") ->
 
 def _render(found: Plan, words: Sequence[str]) -> None:
     console = console_on()
-    sizes = table(*COLUMNS, right=COLUMNS[:-1])
+    sizes = table(*COLUMNS, right=COLUMNS[:-1], optional=("DWPD", "store"))
     for row in rows(found):
         sizes.add_row(*row)
     for line in words:

@@ -11,14 +11,13 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.status import Status
-from rich.table import Table
 
 from longshore.boundary import FILE, HOST, REMOTE
 from longshore.cache import DropReason
 from longshore.cache.eviction_policies import EvictionPolicy
 from longshore.cache.eviction_policies.hit_rates import ReuseHint
 from longshore.cli import options
-from longshore.cli.output import ReportOptions, print_provenance, provenance, write_json
+from longshore.cli.output import ReportOptions, print_provenance, provenance, table, write_json
 from longshore.cli.output import console as console_on
 from longshore.cli.replay_report import replay_page
 from longshore.errors import ConfigError, EngineError
@@ -406,13 +405,13 @@ def _progress(requests: Iterable[TraceRequest], status: Status, how: str = "") -
 def _render(rows: Iterable[Row], facts: dict[str, object]) -> None:
     console = console_on()
     options.print_overload(facts, console)
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True, style="bold")
-    table.add_column(style="dim")
+    shown = table("", "", "")
+    shown.show_header = False
+    for column, style in zip(shown.columns, ("", "bold", "dim"), strict=True):
+        column.style = style
     for row in rows:
-        table.add_row(*row)
-    console.print(table)
+        shown.add_row(*row)
+    console.print(shown)
     assumptions = facts.get("assumptions")
     for each in assumptions if isinstance(assumptions, list) else ():
         console.print(f"assumed: {each}", style="dim")
