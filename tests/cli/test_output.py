@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import io
+import json
 import os
 import shlex
 import signal
@@ -21,6 +22,7 @@ from typer.main import get_command
 
 from longshore.cli.app import app
 from longshore.cli.output import console, run, table
+from longshore.errors import ReportError
 
 
 def shell(command: str, files: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -170,3 +172,19 @@ def test_narrow_tables_cut_no_number_and_no_text(columns: int) -> None:
     assert "".join(line[: starts[0]].strip() for line in lines) == "engine10.20.30.40:9464"
     assert "".join(line[starts[0] : starts[1]].replace(" ", "") for line in lines) == "stateaway:Connectionrefused"
     assert ("loads" in text) is (columns > 45)
+
+
+@pytest.mark.parametrize("call", ["REPLAY --limit 5", "PLAN --limit 5 --replays 1"])
+def test_results_are_printed_though_a_report_cannot_be_written(
+    call: str, files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> Any:
+        raise ReportError("cannot write report: No space left on device")
+
+    monkeypatch.setattr("longshore.report.Page.write", full)
+    command = [*shlex.split(expanded(call)), "--json", "--report", "made"]
+    monkeypatch.setattr("sys.argv", ["longshore", *command])
+    assert run(lambda: app(prog_name="longshore", standalone_mode=False)) == 1
+    told = capsys.readouterr()
+    assert json.loads(told.out)["provenance"]
+    assert told.err.splitlines()[-1] == "longshore: cannot write report: No space left on device"

@@ -169,6 +169,19 @@ class ReportOptions:
             check_browser()
         return any(wanted.values())
 
+    @contextmanager
+    def written(self, page: Page | None, about: Mapping[str, object], console: Console) -> Iterator[None]:
+        """Context manager: as `write`, if there is a page, but what it raises is raised after results are printed."""
+        failure: ReportError | None = None
+        try:
+            if page is not None:
+                self.write(page, about, console)
+        except ReportError as error:
+            failure = error
+        yield
+        if failure is not None:
+            raise failure
+
     def write(self, page: Page, about: Mapping[str, object], console: Console) -> None:
         """Write the page and the images, and print their paths on `console`. Raises `ReportError`."""
         page.provenance = provenance_lines(about)
