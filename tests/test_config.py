@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import namedtuple
 from itertools import groupby
@@ -273,6 +274,26 @@ def test_memory_is_what_the_machine_and_the_cgroup_have_left(
 )
 def test_bytes_are_written_in_the_largest_unit(count: int, text: str) -> None:
     assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize("kind", ["directory", "link", "pipe", "long name"])
+def test_event_file_must_be_a_regular_file(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / ("events" if kind != "long name" else 300 * "e")
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "link":
+        path.symlink_to("elsewhere")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    expected = "File name too long" if kind == "long name" else f"{path} is not a regular file"
+    with pytest.raises(ConfigError, match=f"^events_path is {path}, .*{expected}"):
+        Config.make(host_size="1MiB", events_path=path).check_machine()
+
+
+@pytest.mark.parametrize("path", ["/proc/kv", "/proc", "/sys/kv"])
+def test_file_systems_without_room_for_files_are_named(path: str) -> None:
+    with pytest.raises(ConfigError, match=f"^file_path is {path}, but .* holds no files: name a directory on a disk"):
+        Config.make(host_size="1MiB", file_path=path, file_size="1GiB").check_machine()
 
 
 def test_event_file_needs_a_writable_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

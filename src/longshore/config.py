@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -355,6 +356,16 @@ class Config(BaseModel):
             self._check_directory(self.file_path)
         if self.events_path is not None:
             _check_writable("events_path", self.events_path, self.events_path.absolute().parent)
+            try:
+                is_file = stat.S_ISREG(self.events_path.lstat().st_mode)
+            except FileNotFoundError:
+                is_file = True
+            except OSError as error:
+                raise ConfigError(
+                    f"events_path is {self.events_path}, which cannot be accessed: {error.strerror}"
+                ) from error
+            if not is_file:  # a link is not followed
+                raise ConfigError(f"events_path is {self.events_path}, but {self.events_path} is not a regular file")
 
     def check_host(self) -> None:
         """As `check_machine`, for the host tier only."""
@@ -375,7 +386,12 @@ class Config(BaseModel):
             raise ConfigError(f"file_path is {path}, which cannot be accessed: {error.strerror}") from error
         _check_writable("file_path", path, existing)
         ours = sum(f.stat().st_blocks * 512 for f in path.iterdir() if f.is_file()) if path.is_dir() else 0
-        free = shutil.disk_usage(existing).free + ours
+        usage = shutil.disk_usage(existing)
+        if not usage.total:  # /proc, for instance
+            raise ConfigError(
+                f"file_path is {path}, but the file system there holds no files: name a directory on a disk"
+            )
+        free = usage.free + ours
         if self.file_size > free:
             raise ConfigError(
                 f"file_size is {format_bytes(self.file_size)}, but only {format_bytes(free)} is free at {path}: lower "

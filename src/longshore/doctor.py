@@ -16,7 +16,6 @@ import os
 import resource
 import shutil
 import statistics
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -29,13 +28,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from longshore.boundary import DISK_PAGE, Status
+from longshore.boundary import Status
 from longshore.config import Config, available_memory, format_bytes
 from longshore.errors import ConfigError, TierError
 from longshore.runtime.peer_server import listen
 from longshore.tiers.arena import Arena, ArenaSettings
 from longshore.tiers.base import BY_KEY, KEY_BYTES, Op, TierOp
-from longshore.tiers.file.io import SystemIo, file_system_of
+from longshore.tiers.file.directory import holder_of
+from longshore.tiers.file.io import file_system_of, try_directory
 from longshore.tiers.remote import ClusterTier, RemoteSettings, RemoteTier, open_store, parse_url
 from longshore.tiers.remote.bucket import expiry_days
 from longshore.tiers.remote.cluster import SLOTS, SlotMap, read_slots
@@ -577,23 +577,23 @@ def _disk(path: Path) -> Iterator[Finding]:
         yield WARNING, f"{has}: not a local disk", "use a local NVMe drive, or remote=file:///PATH (docs/remote.md)"
     else:
         yield OK, has, ""
-    io = SystemIo()
+    for each in (path, *path.iterdir()) if path.is_dir() else ():  # replicas and ranks may have sub-directories
+        if holder := holder_of(each):
+            advice = "another engine there is refused: stop that one, or give each a directory of its own"
+            yield WARNING, f"a live process (process id {holder}) has {each} open", advice
     try:
-        with tempfile.TemporaryFile(dir=place) as file:
-            file.write(bytes(DISK_PAGE))
-            file.flush()
-            if not io.enable_direct(file.fileno()):
-                advice = "reads and writes go through the page cache, which costs memory and CPU time: use ext4 or XFS"
-                yield WARNING, f"no direct I/O (O_DIRECT) on {kind}", advice
-                return
-            yield OK, "direct I/O works", ""
-            if (queue := io.open_queue(file.fileno(), 1, 1)) is None:
-                raise OSError("no asynchronous I/O")
-            queue.close()
-            yield OK, "asynchronous I/O works", ""
+        direct, failure = try_directory(place)
     except OSError as error:
-        advice = (
-            "threads are used instead, with more CPU time. Containers: allow io_setup and io_submit (seccomp); hosts: "
-            "raise the sysctl fs.aio-max-nr; file systems: ext4 or XFS"
-        )
-        yield WARNING, f"no asynchronous I/O: {error.strerror or error}", advice
+        what = f"no file could be written to try direct and asynchronous I/O: {error.strerror}"
+        yield WARNING, what, "free space, or look at quotas and at the options of the mount"
+        return
+    cached = "reads and writes go through the page cache, which costs memory and CPU time: use ext4 or XFS"
+    yield (OK, "direct I/O works", "") if direct else (WARNING, f"no direct I/O (O_DIRECT) on {kind}", cached)
+    advice = (
+        "threads are used instead, with more CPU time. Containers: allow io_setup and io_submit (seccomp); hosts: "
+        "raise the sysctl fs.aio-max-nr; file systems: ext4 or XFS"
+    )
+    if failure is not None:
+        yield WARNING, f"no asynchronous I/O: {failure.strerror}", advice
+    elif direct:
+        yield OK, "asynchronous I/O works", ""

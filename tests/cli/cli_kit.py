@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import json
+import os
+import pty
+import struct
+import subprocess
 import sys
+import termios
 from importlib import resources
 from pathlib import Path
 
@@ -58,3 +64,21 @@ def write_files(directory: Path) -> None:
     }
     for name, content in contents.items():
         (directory / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def in_terminal(columns: int, *arguments: str | Path) -> str:
+    """What `longshore` prints in a terminal of so many columns, without styles."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 1000, columns, 0, 0))
+    plain = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
+    with subprocess.Popen([LONGSHORE, *arguments], stdout=theirs, env={**plain, "TERM": "dumb"}) as running:
+        os.close(theirs)
+        shown = b""
+        try:
+            while more := os.read(ours, 1 << 16):
+                shown += more
+        except OSError:  # as Linux says that nobody has the other end
+            pass
+        os.close(ours)
+    assert running.returncode == 0
+    return shown.decode().replace("\r", "")

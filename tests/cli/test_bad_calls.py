@@ -348,6 +348,12 @@ $ vllm-config --host-size 1MiB --set prefill_speed=inf
 2 prefill_speed = 'inf': expected a finite number of at least 0 (prompt tokens computed per second, *
 $ vllm-config --host-size 1MiB --set gate
 2 --set gate: expected KEY=VALUE, as in --set offload=write_back
+$ vllm-config --host-size 1MiB --set control=a/b
+2 control: expected a name without slashes, or an absolute path, got 'a/b'
+$ sglang-config --file-path kv --file-size 1MiB --set control=a/b
+2 control: expected a name without slashes, or an absolute path, got 'a/b'
+$ vllm-config --host-size 1MiB --file-path /proc/x --file-size 1MiB
+2 file_path is /proc/x, but the file system there holds no files: name a directory on a disk
 $ vllm-config --host-size 1MiB --set =on
 2 --set =on: expected KEY=VALUE, as in --set offload=write_back
 $ vllm-config --host-size 1MiB --set gates=on
@@ -494,6 +500,12 @@ $ bench cache --blocks nan
 2 --blocks: expected comma-separated whole numbers of at least 64, such as 512,2048; got 'nan'
 $ bench cache --blocks 64 --case nothing
 2 no case nothing; there are *
+$ bench sglang --model gone --flags '"'
+2 --flags ": expected flags as in a shell: No closing quotation
+$ bench sglang --model gone --hicache-flags "'"
+2 --hicache-flags ': expected flags as in a shell: No closing quotation
+$ doctor --image 900TiB file:///tmp
+2 --image 900TiB needs 28.1 PiB of memory, but only * is available: pass at most --image *
 $ bench vllm
 2 Missing option *; see longshore bench vllm --help
 $ bench vllm --model gone

@@ -139,11 +139,15 @@ def test_clear_within_a_restore_gives_no_wrong_byte(store: PrefixStore, config: 
         (("lookup", "--tokens", "1", "--keys", "00"), "got both"),
         (("lookup", "--tokens", "one"), "whole numbers such as 1,2,3, got 'one'"),
         (("lookup", "--tokens", "[1, 2.5]"), "got '2.5'"),
+        (("lookup", "--keys", "abc"), "--keys: expected keys of chunks, 64 hexadecimal digits each, got 'abc'"),
+        (("pin", "--keys", "00ff00ff00ff00ff"), "--keys: .* got '00ff00ff00ff00ff'"),
+        (("unpin", "--keys", f"[{64 * '1'}]"), "--keys: .* got '1111"),
         (("lookup", "--tokens", "[1, 2"), "expected a JSON list"),
         (("lookup", "--tokens", "@nowhere/at/all"), "No such file"),
         (("lookup", "--tokens", ",".join(["4294967295"] * 250_000)), "expected at most 2097152 bytes"),
         (("stats", "--timeout", "0"), "positive number of seconds"),
         (("stats", "--timeout", "nan"), "positive number of seconds"),
+        (("stats", "--timeout", "1e12"), "positive number of seconds, at most 86,400, got 1000000000000.0"),
     ],
 )
 def test_a_call_that_makes_no_sense_is_refused(tmp_path: Path, arguments: tuple[str, ...], complaint: str) -> None:

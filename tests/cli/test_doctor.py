@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import resource
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,9 @@ from typer.testing import CliRunner
 from longshore.cli.app import app
 from longshore.config import Config
 from longshore.doctor import Severity, check_machine
+from longshore.errors import TierInUseError
 from longshore.testing.local_server import free_port
+from longshore.tiers.file.directory import Directory
 
 
 def doctor(*arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
@@ -48,6 +54,44 @@ def test_the_disk_of_a_directory_that_is_not_there_yet(tmp_path: Path) -> None:
     assert [each.level for each in found] == [each.level for each in there]
     assert [each.about for each in found].count(f"file tier in {tmp_path}/a/b") > 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_live_engine_in_the_directory_is_named(tmp_path: Path) -> None:
+    code = "import sys, time; from pathlib import Path; from longshore.tiers.file.directory import Directory; "
+    code += "open_ = Directory(Path(sys.argv[1])); print('open', flush=True); time.sleep(600)"
+    config = Config.make(host_size="1MiB", file_path=tmp_path, file_size="1MiB")
+
+    def told() -> list[str]:
+        return [
+            each.what for each in check_machine(config) if each.level is Severity.WARNING and "process" in each.what
+        ]
+
+    for at in (tmp_path, tmp_path / "rank0"):
+        child = subprocess.Popen([sys.executable, "-c", code, at], stdout=subprocess.PIPE)
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline() == b"open\n"
+            assert told() == [f"a live process (process id {child.pid}) has {at} open"]
+        finally:
+            child.kill()
+            child.communicate()
+        assert told() == []
+    directory = Directory(tmp_path)
+    assert told() == [f"a live process (process id {os.getpid()}, this one) has {tmp_path} open"]
+    with pytest.raises(TierInUseError):
+        Directory(tmp_path)  # it is still locked
+    directory.close()
+
+
+def test_a_probe_file_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**_: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("tempfile.TemporaryFile", full)
+    found = check_machine(Config.make(host_size="1MiB", file_path=tmp_path, file_size="1MiB"))
+    (failed,) = (each.what for each in found if "No space left on device" in each.what)
+    assert failed == "no file could be written to try direct and asynchronous I/O: No space left on device"
+    assert not [each for each in found if "no asynchronous" in each.what]
 
 
 def test_settings_that_it_cannot_give() -> None:

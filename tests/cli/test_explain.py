@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cli_kit import in_terminal
 from typer.testing import CliRunner
 
 from event_file import write_events
@@ -68,6 +69,18 @@ def test_columns_are_whole_where_the_table_is_piped(tmp_path: Path) -> None:
         check=True,
     )
     assert done.stdout.splitlines()[1].split() == [name, "1970-01-01", "00:00:03.000", "2", "0", "0"]
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_a_narrow_terminal_gets_whole_outcomes_keys_and_numbers(tmp_path: Path, columns: int) -> None:
+    record(tmp_path / "events")
+    text = in_terminal(columns, "explain", tmp_path / "events", "--request", "r")
+    first, second = (line.split()[1:5] for line in text.splitlines() if line[0] in "01")
+    assert first[:3] == [A.hex()[:12], "evicted", "host"]
+    assert second[:2] == [B.hex()[:12], "never"]
+    text = in_terminal(columns, "explain", tmp_path / "events", "--verdict", "evicted")
+    assert text.splitlines()[1].split()[:5] == ["r", "0", A.hex()[:12], "evicted", "host"]
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
 
 
 @pytest.mark.parametrize("text", ["", '{"n": 1, "kind": "request"'])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
+import io
+import json
 import os
 import shlex
 import signal
@@ -14,11 +16,13 @@ from typing import Any
 
 import pytest
 from cli_kit import LONGSHORE, SHORT, expanded
+from rich.console import Console
 from rich.padding import Padding
 from typer.main import get_command
 
 from longshore.cli.app import app
-from longshore.cli.output import console, run
+from longshore.cli.output import console, run, table
+from longshore.errors import ReportError
 
 
 def shell(command: str, files: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -151,3 +155,36 @@ def test_help_fits_any_width_of_the_terminal() -> None:
 def _commands(group: Any) -> Iterator[tuple[str, Any]]:
     for name, command in group.commands.items():
         yield from _commands(command) if hasattr(command, "commands") else [(name, command)]
+
+
+@pytest.mark.parametrize("columns", [200, 72, 60, 45])
+def test_narrow_tables_cut_no_number_and_no_text(columns: int) -> None:
+    made = table("engine", "state", "size", "not stored", "queued", right=("size", "not stored"), optional=("queued",))
+    made.add_row("10.20.30.40:9464", "away: Connection refused", "1,023.5 KiB", "12,345.6/s", "7 loads")
+    out = io.StringIO()
+    Console(file=out, width=columns).print(made)
+    text = out.getvalue()
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= columns
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
+    assert all(number in text for number in ("1,023.5 KiB", "12,345.6/s"))
+    starts = [lines[0].index("state"), lines[0].index("size") - 7]
+    assert "".join(line[: starts[0]].strip() for line in lines) == "engine10.20.30.40:9464"
+    assert "".join(line[starts[0] : starts[1]].replace(" ", "") for line in lines) == "stateaway:Connectionrefused"
+    assert ("loads" in text) is (columns > 45)
+
+
+@pytest.mark.parametrize("call", ["REPLAY --limit 5", "PLAN --limit 5 --replays 1"])
+def test_results_are_printed_though_a_report_cannot_be_written(
+    call: str, files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> Any:
+        raise ReportError("cannot write report: No space left on device")
+
+    monkeypatch.setattr("longshore.report.Page.write", full)
+    command = [*shlex.split(expanded(call)), "--json", "--report", "made"]
+    monkeypatch.setattr("sys.argv", ["longshore", *command])
+    assert run(lambda: app(prog_name="longshore", standalone_mode=False)) == 1
+    told = capsys.readouterr()
+    assert json.loads(told.out)["provenance"]
+    assert told.err.splitlines()[-1] == "longshore: cannot write report: No space left on device"

@@ -199,6 +199,21 @@ def test_single_file_model_is_hashed_with_neighbouring_weights(tmp_path: Path) -
     assert FileDigests().of([path]) != before
 
 
+def test_files_of_settings_are_hashed_without_their_neighbours(tmp_path: Path) -> None:
+    path, beside = tmp_path / "scales.pt", tmp_path / "other.safetensors"
+    path.write_bytes(b"scales")
+    before = FileDigests().of((), [path])
+    assert before == FileDigests().of([path])  # as it has none
+    began = time.time_ns() + 3 * 10**9
+    assert changed_since(path, began, alone=True) is None
+    beside.write_bytes(b"another model")
+    os.utime(beside, ns=(began, began))
+    assert FileDigests().of((), [path]) == before != FileDigests().of([path])
+    path.write_bytes(b"Scales")
+    assert FileDigests().of((), [path]) != before
+    assert FileDigests().of((), [tmp_path]) == FileDigests().of([tmp_path])
+
+
 def test_models_in_one_directory_have_digests_of_their_own(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in ("model-Q4.gguf", "model-Q8.gguf")]
     for path in paths:

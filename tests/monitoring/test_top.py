@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -18,8 +19,10 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
+from longshore.cli.monitoring import _tables
 from longshore.config import Config
 from longshore.engines.transformers import PrefixStore
 from longshore.metrics import serve_metrics
@@ -96,6 +99,20 @@ def test_absent_engine_is_shown_with_the_others(address: str) -> None:
     text = top(address, gone, "--once", status=1)
     assert [gone, "away:", "Connection", "refused"] in [line.split() for line in text.splitlines()]
     assert "80.0%" in text
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_narrow_terminals_get_whole_numbers_addresses_and_errors(address: str, columns: int) -> None:
+    gone = f"127.0.0.1:{free_port()}"
+    found = [summary(scrape(address_of(each), 60.0)) for each in (address, gone)]
+    for tier in found[0]["tiers"]:
+        tier.update(capacity_bytes=(1 << 30) - 1, evicted=1_234_567, dropped=1_234_567, load_seconds=1.2345)
+    out = io.StringIO()
+    Console(file=out, width=columns).print(_tables({"engines": found}))
+    text = out.getvalue()
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
+    assert all(text.count(each) for each in (address, gone, "80.0%", "100.0%", "1,234,567", "refused", "absent"))
+    assert ("1234.5 ms" in text) is ("load time" in text)
 
 
 def test_an_engine_that_is_stopped_is_away() -> None:

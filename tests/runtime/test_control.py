@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from control_kit import TIMEOUT, Engine, prompt
@@ -292,6 +293,28 @@ def test_silent_clients_are_dropped_and_too_many_refused(opened: Opened, monkeyp
         each.close()
     monkeypatch.undo()
     assert "pid" in engine.ask("stats")
+
+
+def test_clients_are_not_dropped_behind_anothers_long_command(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = opened()
+    answer, begun = engine.server._commands.answer, threading.Event()
+
+    def slow(line: bytearray) -> dict[str, Any]:
+        if b"clear" in line:
+            monkeypatch.setattr(control, "_IDLE_SECONDS", 1.0)
+            begun.set()
+            time.sleep(1.5)
+        return answer(line)
+
+    monkeypatch.setattr(engine.server._commands, "answer", slow)
+    with _connected(engine) as first, _connected(engine) as second:
+        for client in (first, second):
+            client.sendall(b'{"command": "stats"}\n')
+            assert "ok" in json.loads(_line(client))
+        first.sendall(b'{"command": "clear"}\n')
+        assert begun.wait(TIMEOUT)
+        second.sendall(b'{"command": "stats"}\n')
+        assert "ok" in json.loads(_line(second))
 
 
 def test_commands_at_once_are_carried_out_one_by_one(opened: Opened) -> None:

@@ -28,7 +28,7 @@ from longshore.cli.options import (
 from longshore.cli.output import console as console_on
 from longshore.cli.output import print_provenance, provenance, table, write_json
 from longshore.config import Config
-from longshore.errors import BenchError, EngineError, with_extra
+from longshore.errors import BenchError, ConfigError, EngineError, with_extra
 
 bench = typer.Typer(
     name="bench",
@@ -261,7 +261,7 @@ def sglang(
 
     Three servers run at the same time: give each less than a third of the GPU (--flags "--mem-fraction-static 0.25").
     """
-    sent = replace(sent, flags=shlex.split(flags), of_cache=shlex.split(of_cache))
+    sent = replace(sent, flags=_flags("--flags", flags), of_cache=_flags("--hicache-flags", of_cache))
     parent = _parent(directory)
     Config.make(file_path=parent, file_size=sent.file_size).check_files()
     with tempfile.TemporaryDirectory(prefix="longshore-bench-", dir=parent) as made:
@@ -295,6 +295,13 @@ def _report_progress(
     if interrupted:
         console.print("interrupted: the results are incomplete")
         raise typer.Exit(130)
+
+
+def _flags(option: str, text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"{option} {text}: expected flags as in a shell: {error}") from None
 
 
 def _render(report: Report, console: Console) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
-import math
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +16,8 @@ from longshore.cli.output import console as console_on
 from longshore.cli.output import table, write_json
 from longshore.errors import ConfigError
 from longshore.runtime.control import MOST_BYTES, ask, socket_path
+
+_LONGEST_WAIT = 86_400
 
 
 class Command(enum.StrEnum):
@@ -46,7 +48,10 @@ def ctl(
         typer.Option(help="Token ids of the prompt, with commas: 1,2,3; or @FILE, with ids in text or a JSON list."),
     ] = None,
     keys: Annotated[
-        str | None, typer.Option(help="Instead of tokens: keys of its chunks, in hexadecimal, with commas, or @FILE.")
+        str | None,
+        typer.Option(
+            help="Instead of tokens: whole keys of its chunks, 64 hexadecimal digits each, with commas, or @FILE."
+        ),
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the engine's answer.")] = 15.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the engine's answer as one JSON object.")] = False,
@@ -67,20 +72,20 @@ def ctl(
     tier. clear drops the contents of host memory and files, pins included, also for later processes; stores that
     replicas share keep theirs.
     """
-    if not (math.isfinite(timeout) and timeout > 0):
-        raise ConfigError(f"--timeout: expected a positive number of seconds, got {timeout}")
-    request: dict[str, Any] = {"command": command.value}
-    if tokens is not None:
-        request["tokens"] = [_number(each) for each in _items(tokens, "--tokens")]
-    if keys is not None:
-        request["keys"] = [str(each) for each in _items(keys, "--keys")]
-    about = [f"--{name}" for name in ("tokens", "keys") if name in request]
+    if not 0 < timeout <= _LONGEST_WAIT:
+        raise ConfigError(f"--timeout: expected a positive number of seconds, at most {_LONGEST_WAIT:,}, got {timeout}")
+    about = [option for option, text in (("--tokens", tokens), ("--keys", keys)) if text is not None]
     if len(about) > 1:
         raise ConfigError("expected --tokens or --keys, got both")
     if about and command in (Command.CLEAR, Command.STATS):
         raise ConfigError(f"{command.value} concerns no prompt: remove {about[0]}")
     if not about and command in (Command.LOOKUP, Command.PIN):
         raise ConfigError(f"{command.value} needs a prompt: add --tokens or --keys")
+    request: dict[str, Any] = {"command": command.value}
+    if tokens is not None:
+        request["tokens"] = [_number(each) for each in _items(tokens, "--tokens")]
+    if keys is not None:
+        request["keys"] = [_key(each) for each in _items(keys, "--keys")]
     if len(json.dumps(request)) > MOST_BYTES:
         raise ConfigError(f"{about[0]}: expected at most {MOST_BYTES} bytes of text; give the first part of the prompt")
     answer = ask(socket_path(engine), request, timeout)
@@ -112,6 +117,12 @@ def _number(item: object) -> int:
     if type(item) is int and item >= 0:
         return item
     raise ConfigError(f"--tokens: expected token ids, whole numbers such as 1,2,3, got {str(item)[:40]!r}")
+
+
+def _key(item: object) -> str:
+    if isinstance(item, str) and re.fullmatch("[0-9a-fA-F]{64}", item):
+        return item
+    raise ConfigError(f"--keys: expected keys of chunks, 64 hexadecimal digits each, got {str(item)[:40]!r}")
 
 
 def _render(command: Command, answer: Mapping[str, Any]) -> None:

@@ -8,7 +8,16 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from longshore.cli.options import Json, MachineOptions, Model, PrefillRate, ProfileOption, settings_of, size_of
+from longshore.cli.options import (
+    Json,
+    MachineOptions,
+    Model,
+    PrefillRate,
+    ProfileOption,
+    check_memory,
+    settings_of,
+    size_of,
+)
 from longshore.cli.output import console, table, write_json
 from longshore.config import Config, read_toml
 
@@ -50,6 +59,8 @@ def doctor(
     speed = made.prefill_speed if prefill_rate is None and made.prefill_speed else 1 / timing.alpha
     recompute = Recompute(timing.geometry.name, speed, timing.geometry.kv_bytes_per_token)
     nbytes = size_of(image, "--image")
+    if urls or made.remote:  # what is sent, and what is fetched
+        check_memory(2 * images * nbytes, "--image", image, nbytes, "MiB")
     found: list[Diagnosis] = check_machine(made)
     stores = dict.fromkeys((*made.remote, *(urls or ())))
     for url in stores:
@@ -59,7 +70,7 @@ def doctor(
         write_json({"broken": broken, "findings": [{**each._asdict(), "level": each.level.value} for each in found]})
         raise typer.Exit(1 if broken else 0)
     styles = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.BROKEN: "bold red"}
-    out, rows = console(), table("", "what", "finding", no_wrap=False)
+    out, rows = console(), table("", "what", "finding")
     for each in found:
         rows.add_row(Text(each.level.value, styles[each.level]), each.about, each.what)
         if each.advice:

@@ -25,6 +25,7 @@ from longshore.config import Config
 from longshore.engines import kv_transfer_config
 from longshore.engines.sglang import flags
 from longshore.errors import ConfigError
+from longshore.runtime.control import socket_path
 
 FilePath = Annotated[str | None, typer.Option(help="Directory of the file tier, on a local NVMe drive.")]
 
@@ -92,6 +93,7 @@ def vllm_config(
             size_of(given[name], f"--{name.replace('_', '-')}", DISK_PAGE)
     if check:
         config.check_machine()
+        _check_control(config)
     extra = {name: plain_setting(config, name, text) for name, text in given.items()}
     write_json(kv_transfer_config.kv_transfer_config(extra, report_failures=report_failures))
 
@@ -129,10 +131,17 @@ def sglang_config(
         size_of(given["file_size"], "--file-size", DISK_PAGE)
     if check:
         config.check_files()
+        _check_control(config)
         if config.remote:  # for which there is host memory of ours
             config.check_host()
     ours = {name: plain_setting(config, name, text) for name, text in given.items()}
     print(shlex.join(flags.server_flags(ours, of_sglang)))
+
+
+def _check_control(config: Config) -> None:
+    """Raise `ConfigError` for a setting control that names no socket."""
+    if config.control:
+        socket_path(config.control)
 
 
 def _their_key(text: str) -> tuple[str, Any]:

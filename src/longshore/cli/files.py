@@ -279,11 +279,13 @@ def _with_progress(work: Iterable[T], total: int, what: str) -> Iterable[T]:
 
 
 def _table(*columns: str) -> Table:
-    return table(*columns, right=("slabs", "slots", "records", "bytes", "reads"), no_wrap=False)
+    return table(*columns, right=("slabs", "slots", "records", "bytes", "reads"))
 
 
 _ACCOUNT = ("chunk", "key", "outcome", "tier", "since", "cause", "for")
 _ASKED = ("request", "at", "chunks", "on the device", "found below")
+_OPTIONAL = ("for", "since", "key")
+"""Columns that a narrow terminal need not show."""
 
 
 def explain(
@@ -328,7 +330,7 @@ def _print(
     if as_json:
         write_json({**about, name: rows})
         return
-    found = table(*columns)
+    found = table(*columns, optional=_OPTIONAL)
     for row in rows:
         found.add_row(*(_time(value) if name == "at" else str(value) for name, value in row.items()))
     console().print(found)

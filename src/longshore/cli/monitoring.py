@@ -25,6 +25,9 @@ from longshore.monitoring.scrape import Scrape, address_of, scrape, summary
 _MOST_MISSES = 5
 """Reasons of misses listed for each engine."""
 
+_OPTIONAL = ("queued", "jobs", "size", "load time", "not stored", "out", "used")
+"""Columns that a narrow terminal need not show, the least important first."""
+
 _MOST_AT_ONCE = 32
 """Endpoints read at the same time."""
 
@@ -105,8 +108,12 @@ def _summaries(urls: Sequence[str], interval: float, timeout: float, most: int |
 def _tables(found: dict[str, Any]) -> Group:
     """All figures, as tables."""
     right = ("hits", "in", "out", "jobs", "used", "size", "evicted", "not stored", "load time", "chunks", "share")
-    engines = table("engine", "state", "hits", "in", "out", "jobs", "queued", right=right)
-    tiers = table("engine", "tier", "hits", "used", "size", "evicted", "not stored", "load time", right=right)
+    engines = table("engine", "state", "hits", "in", "out", "jobs", "queued", right=right, optional=_OPTIONAL)
+    tiers = table(
+        *("engine", "tier", "hits", "used", "size", "evicted", "not stored", "load time"),
+        right=right,
+        optional=_OPTIONAL,
+    )
     misses = table("engine", "missed because", "chunks", "share", right=right)
     for engine in found["engines"]:
         name = engine["url"].removeprefix("http://").removesuffix("/metrics")

@@ -19,16 +19,18 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 
 from longshore import __version__
@@ -40,6 +42,9 @@ from longshore.report.images import check_browser, export_figures
 from longshore.report.page import page_template
 
 _WIDE = 10_000
+_LONGEST_WORD = 16
+"""Longer words, such as paths, may be broken before a column is left out."""
+
 _PADDING = re.compile(r" +(?=\n)")
 _BROKEN_PIPE, _INTERRUPTED = 141, 130
 _RUNTIME_FAILURES = (DeviceError, EngineError, ReportError, SelfTestError, OSError, MemoryError, ImportError)
@@ -89,11 +94,57 @@ def print_provenance(about: Mapping[str, object]) -> None:
         console().print(line, style="dim", soft_wrap=True)
 
 
-def table(*columns: str, right: Container[str] = (), no_wrap: bool = True) -> Table:
-    """An empty table; the columns in `right` are aligned to the right."""
-    found = Table(header_style="dim", box=None, pad_edge=False, padding=(0, 3, 0, 0))
+class WholeTable(Table):
+    """A table of which no number is cut. Where the terminal is too narrow, gaps shrink and texts are wrapped.
+
+    Before words are broken, columns named in `optional` are left out, the first ones first.
+    """
+
+    optional: Sequence[str] = ()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The table for a terminal of that width."""
+        yield from Table.__rich_console__(self._fitted(console, options), console, options)
+
+    def _fitted(self, console: Console, options: ConsoleOptions) -> Table:
+        wide, room, gap = options.update(width=_WIDE), options.max_width, self.padding[1]
+        if room >= _WIDE:
+            return self
+        columns, widths, least = list(self.columns), [], []
+        for column in columns:
+            header, *cells = (Measurement.get(console, wide, each) for each in (column.header, *column.cells))
+            widths.append(max(header.maximum, *(each.maximum for each in cells), 1))
+            is_number = column.justify == "right"
+            whole = (each.maximum if is_number else min(each.minimum, _LONGEST_WORD) for each in cells)
+            least.append(max(header.minimum, *whole, 1))
+        if sum(widths) + gap * (len(widths) - 1) <= room:
+            return self
+        for name in self.optional:
+            at = next((at for at, column in enumerate(columns) if column.header == name), None)
+            if sum(least) + len(least) > room + 1 and at is not None:
+                del columns[at], widths[at], least[at]
+        broken = [most if each.justify == "right" else 1 for each, most in zip(columns, least, strict=True)]
+        for floors in (least, broken):
+            while sum(widths) + len(widths) > room + 1:
+                at = max(range(len(widths)), key=lambda at: widths[at] - floors[at])
+                if widths[at] <= floors[at]:
+                    break
+                widths[at] -= 1
+        fitted = copy(self)
+        fitted.padding = (0, min(gap, 1), 0, 0)
+        fitted.columns = [
+            replace(column, width=width, overflow="fold", no_wrap=False, _index=at)
+            for at, (column, width) in enumerate(zip(columns, widths, strict=True))
+        ]
+        return fitted
+
+
+def table(*columns: str, right: Container[str] = (), optional: Sequence[str] = ()) -> WholeTable:
+    """An empty table; columns in `right` are aligned to the right, those in `optional` need not be shown."""
+    found = WholeTable(header_style="dim", box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    found.optional = optional
     for column in columns:
-        found.add_column(column, justify="right" if column in right else "left", no_wrap=no_wrap)
+        found.add_column(column, justify="right" if column in right else "left")
     return found
 
 
@@ -117,6 +168,19 @@ class ReportOptions:
         if self.svg is not None or self.png is not None:
             check_browser()
         return any(wanted.values())
+
+    @contextmanager
+    def written(self, page: Page | None, about: Mapping[str, object], console: Console) -> Iterator[None]:
+        """Context manager: as `write`, if there is a page, but what it raises is raised after results are printed."""
+        failure: ReportError | None = None
+        try:
+            if page is not None:
+                self.write(page, about, console)
+        except ReportError as error:
+            failure = error
+        yield
+        if failure is not None:
+            raise failure
 
     def write(self, page: Page, about: Mapping[str, object], console: Console) -> None:
         """Write the page and the images, and print their paths on `console`. Raises `ReportError`."""

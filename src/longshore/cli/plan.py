@@ -104,19 +104,20 @@ def plan(
     command = replay_command(found, [str(trace.trace), "--model", str(model), *given], remote)
     words = (*recommendation(found, command), *assumptions(found, timing, engines, requests.assumption))
     about = provenance()
+    page = None
     if wanted:
         with console.status("hit ratio by capacity"):
             hits = hit_curves(arrivals.paths, lambda at, of: None)
         page = plan_page(found, words, hits, trace.block_tokens * timing.geometry.kv_bytes_per_token)
-        report.write(page, about, console)
     facts = found.as_json()
-    if as_json:
-        options.print_overload(facts, console)
-        more = {"kv_bytes_per_token": timing.geometry.kv_bytes_per_token, "assumed_timestamps": requests.assumed}
-        write_json({**facts, **more, "replay": command, "words": list(words), "provenance": about})
-    else:
-        _render(found, words)
-        print_provenance(about)
+    with report.written(page, about, console):
+        if as_json:
+            options.print_overload(facts, console)
+            more = {"kv_bytes_per_token": timing.geometry.kv_bytes_per_token, "assumed_timestamps": requests.assumed}
+            write_json({**facts, **more, "replay": command, "words": list(words), "provenance": about})
+        else:
+            _render(found, words)
+            print_provenance(about)
 
 
 def _speeds(remote: str | None) -> dict[str, str | None]:
@@ -254,7 +255,7 @@ def assumptions(found: Plan, timing: Timing, engines: int, assumed: str = "") ->
 
 def _render(found: Plan, words: Sequence[str]) -> None:
     console = console_on()
-    sizes = table(*COLUMNS, right=COLUMNS[:-1])
+    sizes = table(*COLUMNS, right=COLUMNS[:-1], optional=("DWPD", "store"))
     for row in rows(found):
         sizes.add_row(*row)
     for line in words:

@@ -11,14 +11,13 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.status import Status
-from rich.table import Table
 
 from longshore.boundary import FILE, HOST, REMOTE
 from longshore.cache import DropReason
 from longshore.cache.eviction_policies import EvictionPolicy
 from longshore.cache.eviction_policies.hit_rates import ReuseHint
 from longshore.cli import options
-from longshore.cli.output import ReportOptions, print_provenance, provenance, write_json
+from longshore.cli.output import ReportOptions, print_provenance, provenance, table, write_json
 from longshore.cli.output import console as console_on
 from longshore.cli.replay_report import replay_page
 from longshore.errors import ConfigError, EngineError
@@ -139,7 +138,7 @@ def replay(
     [dim]longshore replay trace.jsonl --capacity-blocks 18000 --policy lru[/]
     """
     console = console_on(stderr=True)
-    wanted = report.check()
+    wanted, page = report.check(), None
     _check_file_blocks(file_blocks, through)
     if capacity_blocks is not None:
         given: dict[str, object] = {"--model": model, "--host": host, "--file": file, "--remote": remote}
@@ -196,15 +195,20 @@ def replay(
         run = made(tiers=tiers, engines=machine.engines)
         with trace.opened(console) as requests, console.status("reading") as status:
             one_cache = Experiment(kind, run.slots) if len(run.replicas) > 1 else None
-            blocks, outputs = _RequestedBlocks(optimum, console), report if wanted else None
+            blocks = _RequestedBlocks(optimum, console)
             again = partial(made, tiers=tiers) if comparisons else None
-            facts, rows = _replay(run, again, requests, name, blocks, outputs, status, one_cache)
-    if as_json:
-        options.print_overload(facts, console)
-        write_json({**facts, "provenance": provenance()})
-    else:
-        _render(rows, facts)
-        print_provenance(provenance())
+            found = _replay(run, again, requests, name, blocks, status, one_cache)
+            facts, rows = found.as_json(), found.rows()
+            if wanted:
+                hits = blocks.hit_curves(lambda at, of: status.update(f"hit ratio by capacity, {at} of {of}"))
+                page = replay_page(found, hits)
+    with report.written(page, provenance(), console):
+        if as_json:
+            options.print_overload(facts, console)
+            write_json({**facts, "provenance": provenance()})
+        else:
+            _render(rows, facts)
+            print_provenance(provenance())
 
 
 def _store(
@@ -313,11 +317,10 @@ def _replay(
     requests: options.Trace,
     policy: str,
     blocks: _RequestedBlocks,
-    outputs: ReportOptions | None,
     status: Status,
     one_cache: Experiment | None,
-) -> tuple[dict[str, object], list[Row]]:
-    """The facts and rows of `run`; `again`, if given, makes the replays that it is compared with."""
+) -> Replayed:
+    """What came of `run`; `again`, if given, makes the replays that it is compared with."""
 
     def other(how: str, engines: int = run.engines, **changes: Any) -> TieredReplay | None:
         if again is None:
@@ -349,11 +352,7 @@ def _replay(
         owned = {tier: slots * run.image_bytes for tier, slots in run.capacity.items() if tier != REMOTE}
         alone = None if run.remote is None else other(" without the store", tiers=owned)
         sharing = Sharing(one_cache.totals().hits, alone)
-    found = Replayed(run, policy, blocks.unique, best, too_much, requests.assumption, unfiltered(), sharing)
-    if outputs is not None:
-        hits = blocks.hit_curves(lambda at, of: status.update(f"hit ratio by capacity, {at} of {of}"))
-        outputs.write(replay_page(found, hits), provenance(), blocks.console)
-    return found.as_json(), found.rows()
+    return Replayed(run, policy, blocks.unique, best, too_much, requests.assumption, unfiltered(), sharing)
 
 
 class _RequestedBlocks:
@@ -406,13 +405,13 @@ def _progress(requests: Iterable[TraceRequest], status: Status, how: str = "") -
 def _render(rows: Iterable[Row], facts: dict[str, object]) -> None:
     console = console_on()
     options.print_overload(facts, console)
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True, style="bold")
-    table.add_column(style="dim")
+    shown = table("", "", "")
+    shown.show_header = False
+    for column, style in zip(shown.columns, ("", "bold", "dim"), strict=True):
+        column.style = style
     for row in rows:
-        table.add_row(*row)
-    console.print(table)
+        shown.add_row(*row)
+    console.print(shown)
     assumptions = facts.get("assumptions")
     for each in assumptions if isinstance(assumptions, list) else ():
         console.print(f"assumed: {each}", style="dim")

@@ -76,15 +76,17 @@ class FileDigests:
         self.hashed_bytes = 0
         """Bytes that were read because no memo had them."""
 
-    def of(self, paths: Iterable[Path], *, only_once: bool = False) -> str:
+    def of(self, paths: Iterable[Path], alone: Iterable[Path] = (), *, only_once: bool = False) -> str:
         """One digest of what is in `paths`: files, or directories with all that is below them; names included.
 
+        Weights beside a file in `paths` count as well, those beside one in `alone` do not.
         With `only_once` no file is read that could not be memoised. Raises `EngineError` for such a file, and where a
         file cannot be read or synchronised, or changes while it is.
         """
         begun, before = time.monotonic(), self.hashed_bytes
         try:
-            digests = [[(name, self._digest(file, only_once)) for name, file in _all_files(path)] for path in paths]
+            found = [*map(_all_files, paths), *(_all_files(path, alone=True) for path in alone)]
+            digests = [[(name, self._digest(file, only_once)) for name, file in files] for files in found]
         except OSError as error:
             raise EngineError(f"{error.filename}: cannot be read: {error.strerror}") from error
         if self.hashed_bytes > before:
@@ -149,19 +151,19 @@ def has_weights(path: Path) -> bool:
     return path.is_file() or any(file.suffix in _WEIGHTS for _, file in _all_files(path))
 
 
-def changed_since(path: Path, began: int) -> Path | None:
+def changed_since(path: Path, began: int, *, alone: bool = False) -> Path | None:
     """A file that counts in `path`, or a link or directory on the way to one, that may have changed since `began`.
 
-    `began` is in nanoseconds, as those of `time.time_ns`. What a download has put into a Hugging Face cache meanwhile
-    has not changed: files there are named by their content, and are in place before links to them are made. Raises
-    `OSError` where something is not there any more.
+    A file that is read `alone` has none beside it. `began` is in nanoseconds, as those of `time.time_ns`. What a
+    download has put into a Hugging Face cache meanwhile has not changed: files there are named by their content, and
+    are in place before links to them are made. Raises `OSError` where something is not there any more.
     """
     if path.parent.name == "snapshots" and len(list(path.parent.iterdir())) > 1:  # of which one was chosen by a name
         for name in (path.parent.parent / "refs").rglob("*"):
             if name.is_file() and _stamp(name.lstat()) > began:
                 return name
     seen: set[Path] = set()
-    for _, file in _all_files(path.absolute()):
+    for _, file in _all_files(path.absolute(), alone=alone):
         latest = began
         for at in _way(file):
             if at in seen:
@@ -199,13 +201,17 @@ def _way(path: Path) -> Iterator[Path]:
             parts = [*target.parts[target.is_absolute() :], *parts]
 
 
-def _all_files(path: Path) -> list[tuple[str, Path]]:
+def _all_files(path: Path, *, alone: bool = False) -> list[tuple[str, Path]]:
     """By name, the files that count. Of a model in one file: that file, then all weights beside it, which it may load.
+
+    A file that is read `alone` has none beside it.
 
     Models in one directory, such as several quantisations, have the same files; which comes first tells them apart.
     """
     if path.is_dir():
         return sorted((str(file.relative_to(path)), file) for file in _walk(path, set()))
+    if alone:
+        return [(path.name, path)]
     beside = (file for file in path.parent.iterdir() if file.suffix in _WEIGHTS and file != path)
     return [(path.name, path), *sorted((file.name, file) for file in beside)]
 
@@ -331,17 +337,19 @@ def process_began() -> int:
     return time.time_ns() - int(seconds * 1e9)
 
 
-def weights_digest(paths: Sequence[Path], began: int, memo: Path | None) -> str:
+def weights_digest(paths: Sequence[Path], began: int, memo: Path | None, alone: Sequence[Path] = ()) -> str:
     """Digest of all bytes of the weight files at `paths`; `memo` has those that were hashed before.
 
-    Raises `EngineError` where one cannot be read, or was changed after `began`, when nothing had been loaded yet
+    In `alone` are files and directories that settings name: weights beside these files do not count. Raises
+    `EngineError` where one cannot be read, or was changed after `began`, when nothing had been loaded yet
     (nanoseconds, like `time.time_ns`).
     """
-    digest = FileDigests(memo).of(paths)
+    digest = FileDigests(memo).of(paths, alone)
     try:
-        late = next(filter(None, (changed_since(path, began) for path in paths)), None)
+        changed = [changed_since(path, began) for path in paths]
+        changed += [changed_since(path, began, alone=True) for path in alone]
     except OSError as error:
         raise EngineError(f"{error.filename}: cannot be read: {error.strerror}") from error
-    if late is not None:
+    if (late := next(filter(None, changed), None)) is not None:
         raise EngineError(LATE.format(late))
     return digest

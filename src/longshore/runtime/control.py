@@ -83,6 +83,7 @@ def socket_path(name: str) -> Path:
 class _Client:
     connection: socket.socket
     since: float
+    """Since when the server has waited for it."""
     received: bytearray = field(default_factory=bytearray)
     unsent: bytearray = field(default_factory=bytearray)
     ends: bool = False
@@ -170,15 +171,19 @@ class ControlServer:
     def _run(self) -> None:
         while not self._closed:
             try:
-                for key, _ in self._selector.select(_IDLE_SECONDS / 4 if self._clients else None):
+                ready = self._selector.select(_IDLE_SECONDS / 4 if self._clients else None)
+                begun = time.monotonic()
+                for key, _ in ready:
                     if key.fileobj is self._listener:
                         self._accept()
                     elif key.fd in self._clients:
                         client = self._clients[key.fd]
                         (self._answer if key.events == selectors.EVENT_WRITE else self._receive)(client)
-                late = time.monotonic() - _IDLE_SECONDS
-                for client in [each for each in self._clients.values() if each.since < late]:
-                    self._drop(client)
+                now = time.monotonic()
+                for client in list(self._clients.values()):
+                    client.since = min(now, client.since + now - begun)  # it waited for the commands of others
+                    if client.since < now - _IDLE_SECONDS:
+                        self._drop(client)
             except Exception:  # noqa: BLE001 - whatever it was, others are served
                 _log.exception(
                     "control: an internal error closed all connections; clients may connect again; report this"

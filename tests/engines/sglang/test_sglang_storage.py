@@ -372,6 +372,29 @@ def test_every_byte_of_weights_in_another_place_counts(setting: str, rigs: Rigs,
     assert found[0] == found[2] != found[1]
 
 
+@pytest.mark.parametrize(("setting", "counts"), [("quantization_param_path", False), ("kt_weight_path", True)])
+def test_weights_beside_a_file_count_where_it_stands_for_them(
+    setting: str, counts: bool, rigs: Rigs, tmp_path: Path
+) -> None:
+    """ktransformers reads the whole directory of a file that it is given."""
+    directory = tmp_path / "given"
+    directory.mkdir()
+    file = directory / "some.pt"
+    file.write_bytes(b"scales")
+    found = []
+    for name, content in (("a", b"other"), ("b", b"another"), ("c", b"other")):
+        (directory / "other.safetensors").write_bytes(content)
+        os.utime(directory / "other.safetensors", (0, 0))
+        found.append(scopes(rigs(under=name, told={setting: str(file)})))
+    assert found[0] == found[2]
+    assert (found[0] != found[1]) is counts
+
+
+def test_a_missing_path_of_weights_is_refused_by_name(rigs: Rigs, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"^kt_weight_path is .*gone: no such file or directory"):
+        rigs(told={"kt_weight_path": str(tmp_path / "gone")})
+
+
 def test_weights_that_change_begin_another_namespace_when_caches_are_flushed(rigs: Rigs) -> None:
     from sglang.srt.managers.cache_controller import HiCacheController
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater

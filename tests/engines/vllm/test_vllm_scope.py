@@ -121,6 +121,7 @@ def test_other_scales_in_the_same_file_find_nothing(tmp_path: Path) -> None:
 
     assert with_scale(0.5) is MISS
     assert with_scale(0.25) is MISS
+    (tmp_path / "other.safetensors").write_bytes(b"of another model")
     assert with_scale(0.5) is PENDING
 
 

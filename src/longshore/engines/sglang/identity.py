@@ -39,6 +39,12 @@ and devices differ between servers, and how tokens are chosen decides which prom
 _NAME_FILES = ("_path", "_file", "_config")
 """Ends of the names of settings that may name a file or a directory, which then counts by its bytes, too."""
 
+_IS_PATH = "_path"
+"""End of the names of those that are a path and nothing else, of weights or scales: it must exist."""
+
+_WITH_NEIGHBOURS = frozenset({"kt_weight_path", "modelopt_checkpoint_restore_path"})
+"""Of these, if they are a file, weights beside it count: ktransformers reads the whole directory of a file."""
+
 _FROM_FILES = frozenset({"auto", "safetensors", "fastsafetensors", "pt", "mistral", "gguf", "bitsandbytes"})
 """Values of `load_format` with which weights come from the files in the model's directory, and from nowhere else."""
 
@@ -133,11 +139,17 @@ def scope_of(
 
 
 def _weights(told: dict[str, Any], memo: Path | None) -> str:
+    """The digest of the model's files, and of those that settings name."""
     paths = [model_path(told["model_path"], told["revision"], told["download_dir"])]
+    alone: list[Path] = []
     for name, value in _numeric(told).items():
-        if name.endswith(_NAME_FILES) and isinstance(value, str) and value and os.path.exists(value):  # noqa: PTH110 - takes any text
-            paths.append(Path(value))
-    return weights_digest(paths, process_began(), memo)
+        if not (name.endswith(_NAME_FILES) and isinstance(value, str) and value):
+            continue
+        if os.path.exists(value):  # noqa: PTH110 - takes any text
+            (paths if name in _WITH_NEIGHBOURS else alone).append(Path(value))
+        elif name.endswith(_IS_PATH):
+            raise EngineError(f"{name} is {value}: no such file or directory, so what is loaded cannot be identified")
+    return weights_digest(paths, process_began(), memo, alone)
 
 
 def _numeric(told: dict[str, Any]) -> dict[str, Any]:

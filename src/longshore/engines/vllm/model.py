@@ -144,8 +144,8 @@ def model_identity(groups: Sequence[Any], memo: Path | None) -> ModelIdentity:
     why_not_persistent, weights = _reason_not_persistent(vllm, models, paths), ""
     if memo is not None and not why_not_persistent:
         try:
-            files = [path for path in [*paths, _encoder_scales(vllm)] if path is not None]
-            weights = weights_digest(files, _loading_began(vllm), memo / MEMO)
+            files, scales = ([path for path in each if path is not None] for each in (paths, [_encoder_scales(vllm)]))
+            weights = weights_digest(files, _loading_began(vllm), memo / MEMO, scales)
         except (EngineError, OSError) as error:
             why_not_persistent = f"weights cannot be identified: {error}"
     return ModelIdentity(

@@ -21,9 +21,11 @@ written last. One copy is therefore valid after a crash at any point, and after 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import stat
+import struct
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -39,6 +41,9 @@ LOCK = "lock"
 SEGMENT = "segment"
 
 _PID_BYTES = 16
+
+_FLOCK = "hhqqi0q"
+"""`struct flock` of Linux, see fcntl(2)."""
 
 _owned: set[tuple[int, int, int]] = set()
 """Open directories: process, device, inode. A forked child ignores those of its parent."""
@@ -271,6 +276,22 @@ class Directory:
                 nbytes,
                 error.strerror,
             )
+
+
+def holder_of(path: Path) -> str:
+    """The process id of whoever has the tier directory `path` open; empty without one. Takes no lock."""
+    with _owning, contextlib.suppress(OSError):
+        status = path.stat()
+        if (os.getpid(), status.st_dev, status.st_ino) in _owned:  # whose lock would go with `fd`
+            return f"{os.getpid()}, this one"
+        fd = os.open(path / LOCK, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            told = fcntl.fcntl(fd, fcntl.F_GETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+            if struct.unpack(_FLOCK, told)[0] != fcntl.F_UNLCK:
+                return os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        finally:
+            os.close(fd)
+    return ""
 
 
 def _missing(status: os.stat_result, nbytes: int) -> int:

@@ -29,6 +29,7 @@ import os
 import platform
 import struct
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
@@ -212,6 +213,26 @@ def file_system_of(device: int) -> str:
         if mount.split()[2] == number:
             return what.split()[0]
     return "an unknown file system"
+
+
+def try_directory(directory: Path) -> tuple[bool, OSError | None]:
+    """Whether files in `directory` have direct I/O, and if so, what asynchronous I/O fails with.
+
+    Raises `OSError` if no file can be written there.
+    """
+    with tempfile.TemporaryFile(dir=directory) as file:
+        file.write(bytes(DISK_PAGE))
+        file.flush()
+        if not SystemIo().enable_direct(file.fileno()):
+            return False, None
+        try:
+            queue = open_aio_queue(file.fileno(), 1, 1)
+        except OSError as error:
+            return True, error
+    if queue is None:
+        return True, OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    queue.close()
+    return True, None
 
 
 class AioQueue:
