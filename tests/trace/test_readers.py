@@ -190,6 +190,15 @@ def test_a_line_without_end_is_not_read_into_memory(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("form", list(Form))
+def test_a_byte_order_mark_changes_nothing(tmp_path: Path, form: Form) -> None:
+    plain = put(tmp_path / "plain", *GOOD[form])
+    marked = tmp_path / "marked"
+    marked.write_bytes(b"\xef\xbb\xbf" + plain.read_bytes())
+    assert form_of(marked) is form
+    assert list(read_trace(marked, block_tokens=16)) == list(read_trace(plain, block_tokens=16))
+
+
+@pytest.mark.parametrize("form", list(Form))
 def test_the_form_is_found_by_the_first_line(tmp_path: Path, form: Form) -> None:
     path = put(tmp_path / "trace", b"", *GOOD[form])
     assert form_of(path) is form

@@ -6,6 +6,7 @@ a trace may be larger than memory.
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import io
 import json
@@ -77,9 +78,9 @@ class Fields:
 
     @classmethod
     def parse(cls, where: str, text: bytes) -> Fields:
-        """Parse the JSON object in `text`, in UTF-8."""
+        """Parse the JSON object in `text`, in UTF-8, with or without a byte order mark."""
         try:
-            found = _JSON.decode(text.decode("utf-8"))
+            found = _JSON.decode(text.removeprefix(codecs.BOM_UTF8).decode("utf-8"))
         except (ValueError, RecursionError) as error:  # also invalid UTF-8, and integers with too many digits
             raise TraceError(f"{where}: expected a JSON object in UTF-8: {error}") from error
         return cls(where, found)
