@@ -294,6 +294,27 @@ def test_a_prefetch_goes_on_with_what_room_is_made() -> None:
     world.drain()
 
 
+@pytest.mark.parametrize("status", [Status.UNAVAILABLE, Status.TIER_OFF, Status.QUEUE_FULL, Status.DEVICE_ERROR])
+def test_a_prefetch_that_lacks_room_repeats_no_failed_read(status: Status) -> None:
+    """The chunk is still there, and a read that fails at once would be ordered at once, again and again."""
+    world, (hold,) = crowded("abc")
+    world.prefetch(hold, PrefetchPolicy.WAIT)
+    assert world.discard("z", HOST) == 1
+    world.end_step()
+    (read,) = world.on("file->host")
+    assert world.on("host->file"), "more room will be made"
+    world.end(read, status)
+    assert world.on("file->host") == []
+    assert prefetched(world, hold) == 0
+    while world.jobs:
+        assert set(step(world)) == {"host->file"}
+    world.prefetch(hold, PrefetchPolicy.WAIT)
+    while world.jobs:
+        step(world)
+    assert prefetched(world, hold) == 3, "the next one reads"
+    world.drain()
+
+
 def test_prefetch_waits_for_end_of_step_that_protects_its_victims() -> None:
     world, (hold,) = crowded("abc")
     world.prefetch(hold, PrefetchPolicy.WAIT)

@@ -191,7 +191,7 @@ class Waiter:
     """What waits, for one request, for reads, until `deadline`.
 
     `jobs` are the reads that have not ended, `load` is the load that needs them, if any. The engine does not run the
-    request meanwhile if it is `blocks_request`. It `lacks_room` if not all reads could be ordered yet.
+    request meanwhile if it is `blocks_request`. It `lacks_room` if not all reads could be ordered, and may be later.
     """
 
     number: int
@@ -205,6 +205,12 @@ class Waiter:
     def is_over(self) -> bool:
         """Whether no job and no load is waited for any more."""
         return not self.jobs and (self.load is None or self.load.outcome is not None)
+
+
+_NOT_REPEATED = frozenset(
+    status for status in Status if status in (Status.OK, Status.CANCELLED) or status.invalidates_source
+)
+"""How a read ends that is not ordered again: the chunk has arrived or is removed, or no request wants it any more."""
 
 
 class Waiters:
@@ -231,9 +237,15 @@ class Waiters:
             waiter.jobs.add(job.transfer.job)
 
     def job_ended(self, job: Job) -> None:
-        """A read has ended: remove it from all waiters."""
+        """A read has ended: remove it from all waiters.
+
+        If it failed and its source is still valid, a read ordered again might fail at once, again and again: of its
+        waiters, none orders more reads.
+        """
+        would_repeat = any(status not in _NOT_REPEATED for status in job.statuses)
         for waiter in job.waiters.values():
             waiter.jobs.discard(job.transfer.job)
+            waiter.lacks_room &= not would_repeat
             self.close(waiter.number)
 
     def close(self, number: int) -> None:
