@@ -20,6 +20,7 @@ from vllm_kit import TOKENS
 from longshore.boundary import FILE, HOST
 from longshore.cache import MissReason
 from longshore.engines.vllm import manager as manager_module
+from longshore.runtime.rank_reports import DONE, RankReports
 
 
 @pytest.mark.parametrize("engine", [1, 2], indirect=True, ids=["full attention", "a window"])
@@ -65,6 +66,28 @@ def test_slots_return_when_the_last_rank_has_read_them(engine: Engine) -> None:
     assert not engine.failed
     assert engine.wrong(request, CHUNKS) == 0
     engine.finish(request)
+    settled(engine)
+
+
+def test_later_loads_do_not_overwrite_reports_on_an_earlier_part(engine: Engine) -> None:
+    engine.store(CHUNKS, first=1000)
+    requests = [engine.request(CHUNKS), engine.request(CHUNKS, first=1000)]
+    assert engine.begin(requests[0]) == CHUNKS
+    engine.step(ranks=(0,))
+    context, (load,) = engine.manager._job_context, engine.manager._load_jobs._by_request.values()
+    part = load.parts[0].number
+    assert engine.manager._tiers.reports._loads[part % RankReports.LOADS, 0] == 4 * part + DONE
+    while context.new_ticket().number < part + RankReports.LOADS - 2:
+        pass
+    assert engine.begin(requests[1]) == CHUNKS
+    for _ in range(10):
+        engine.step(ranks=(0,))
+    assert context.new_ticket().number > part + RankReports.LOADS, "others have been begun"
+    finish_load(engine, *requests)
+    assert not engine.failed
+    assert [engine.wrong(each, CHUNKS) for each in requests] == [0, 0]
+    for each in requests:
+        engine.finish(each)
     settled(engine)
 
 

@@ -218,7 +218,7 @@ class LoadJobs:
     def _lease_part(self, cache: TieredCache, load: RequestLoad, paths: Paths) -> SlotsSpec:
         """Lease the slots of the next chunks, which are in host memory, to the workers."""
         ticket, group_slots, chunks_before = (
-            self._context.new_ticket(),
+            self._context.new_load_ticket(),
             [NO_SLOTS] * self._groups,
             tuple(load.chunks_leased),
         )

@@ -310,6 +310,13 @@ class JobContext:
         """A new ticket."""
         return Ticket(next(self._numbers), self.clock(), self.epoch())
 
+    def new_load_ticket(self) -> Ticket:
+        """A new ticket for a load, whose reports overwrite none that are waited for."""
+        ticket = self.new_ticket()
+        while not self.reports.begin_load(ticket.number):
+            ticket = self.new_ticket()
+        return ticket
+
     def end(self, ticket: Ticket, cache: TieredCache, statuses: Sequence[Status] = ()) -> list[TransferResult]:
         """Tell the cache that all cache jobs of `ticket` have ended, with the `statuses` of their slots, in order.
 

@@ -1,0 +1,43 @@
+"""Reports of ranks: none on a load that has not ended is overwritten by one on a later load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+import pytest
+
+from longshore.runtime.rank_reports import RankReports
+
+
+@pytest.fixture
+def reports() -> Iterator[RankReports]:
+    made = RankReports.make(slots=1, world=2, ranks=2)
+    yield made
+    made.close()
+
+
+def begun(reports: RankReports, tickets: Iterator[int]) -> int:
+    """The ticket of the next load."""
+    return next(ticket for ticket in tickets if reports.begin_load(ticket))
+
+
+def test_a_slow_rank_does_not_lose_the_reports_of_others(reports: RankReports) -> None:
+    tickets = count(1)
+    slow = begun(reports, tickets)
+    reports.loaded(slow, 0, good=False)
+    for _ in range(3 * RankReports.LOADS):
+        quick = begun(reports, tickets)
+        for rank in range(2):
+            reports.loaded(quick, rank, good=True)
+        assert reports.load_has_ended(quick)
+        assert not reports.load_has_ended(slow)
+        assert reports.load_has_failed(slow)
+    reports.loaded(slow, 1, good=True)
+    assert reports.load_has_ended(slow)
+
+
+def test_loads_that_nobody_reports_leave_room_for_others(reports: RankReports) -> None:
+    tickets = count(1)
+    for _ in range(2 * RankReports.LOADS):
+        begun(reports, tickets)
