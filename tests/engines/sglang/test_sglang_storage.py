@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang_kit import write_model
 from sglang_on_cpu import leave_rank_out
@@ -187,6 +188,34 @@ def test_a_stopped_tier_host_holds_no_call_up(rigs: Rigs) -> None:
     finally:
         os.kill(rig.host_pid, signal.SIGCONT)
     assert rig.storage._kv.stack.runtime.wait_idle(30)
+    eventually(lambda: rig.get(KEYS, range(8)), [True] * 8)
+    assert torch.equal(rig.read(range(8)), held)
+
+
+@pytest.mark.parametrize("tiers", ["files", "stores"])
+def test_flush_ends_the_read_of_an_aborted_request(rigs: Rigs, tmp_path: Path, tiers: str) -> None:
+    """SGLang waits 10 s for its threads, and stops the server if one of them is not back then."""
+    stores = {} if tiers == "files" else {"remote": f"{tmp_path.as_uri()}?fetch_timeout=60s", "host_size": "4MiB"}
+    held = rigs(**stores).store(KEYS, range(8))
+    rig = again(rigs, load_timeout=60, **stores)
+    os.kill(rig.host_pid, signal.SIGSTOP)
+    said: list[list[bool]] = []
+    controller = object.__new__(HiCacheController)
+    controller.storage_stop_event = threading.Event()
+    controller.prefetch_io_aux_thread = threading.Thread(target=lambda: said.append(rig.get(KEYS, range(8))))
+    try:
+        controller.prefetch_io_aux_thread.start()
+        runtime = rig.storage._kv.runtime
+        while not runtime._running:
+            time.sleep(0.01)
+        controller._stop_storage_threads()
+        assert said == [[False] * 8]
+        other = rig.fill(range(8), seed=77)
+    finally:
+        os.kill(rig.host_pid, signal.SIGCONT)
+        controller.prefetch_io_aux_thread.join()
+    assert runtime.wait_idle(30)
+    assert torch.equal(rig.read(range(8)), other)
     eventually(lambda: rig.get(KEYS, range(8)), [True] * 8)
     assert torch.equal(rig.read(range(8)), held)
 
@@ -373,7 +402,6 @@ def test_every_byte_of_weights_in_another_place_counts(setting: str, rigs: Rigs,
 
 
 def test_weights_that_change_begin_another_namespace_when_caches_are_flushed(rigs: Rigs) -> None:
-    from sglang.srt.managers.cache_controller import HiCacheController
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
     rig = rigs()

@@ -474,6 +474,7 @@ def _watch() -> None:
     for name in contract.UPDATES:
         _wrap(WeightUpdater, name, _weights_change)
     _wrap(HiCacheController, "reset", _flush)
+    _wrap(HiCacheController, "_stop_storage_threads", _stop_threads)
     _wrap(HybridCacheController, "_storage_hit_query", _look_up)
     WeightUpdater.longshore_watches = True
 
@@ -502,6 +503,19 @@ def _flush(*arguments: Any, **named: Any) -> Iterator[None]:
     yield
     for storage in list(_open):
         storage.caches_flushed()
+
+
+@contextlib.contextmanager
+def _stop_threads(*arguments: Any, **named: Any) -> Iterator[None]:
+    """SGLang waits a few seconds for its threads, and ends if one is in a call then: of an aborted request, say."""
+    runtimes = [tiers.runtime for storage in list(_open) for tiers in storage._tiers.values()]
+    for each in runtimes:
+        each.gives_up = True
+    try:
+        yield
+    finally:
+        for each in runtimes:
+            each.gives_up = False
 
 
 @contextlib.contextmanager
