@@ -68,6 +68,24 @@ def test_requested_page_needs_no_prefix(rigs: Rigs) -> None:
     assert torch.equal(rig.read(range(20, 24)), held[4:])
 
 
+def test_pages_are_found_whose_predecessors_no_tier_has(rigs: Rigs) -> None:
+    """SGLang has stored a node, and the tiers did not take the one before it: a disk stood still, say."""
+    rig = rigs()
+    held = rig.fill(range(8), seed=1)
+    assert rig.set(KEYS[4:], range(4, 8), before=KEYS[:4]) == [True] * 4
+    rig.close()
+    rig = rigs()
+    for first in (4, 6):
+        rig.fill(range(20, 28), seed=9)
+        assert rig.exists(KEYS[first:]) == 8 - first
+        assert rig.get(KEYS[first:], range(20 + first, 28)) == [True] * (8 - first)
+        assert torch.equal(rig.read(range(20 + first, 28)), held[first:])
+    assert rig.exists(KEYS) == 0
+    assert rig.set(KEYS[:4], range(4)) == [True] * 4
+    assert rig.storage.flush(30)
+    assert rig.exists(KEYS) == 8
+
+
 def test_a_page_is_stored_behind_those_before_it(rigs: Rigs) -> None:
     rig = rigs()
     rig.store(KEYS[:4], range(4))

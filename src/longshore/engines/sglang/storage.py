@@ -38,7 +38,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.mem_cache.utils import get_hash_str
 
 from longshore.boundary import Key
-from longshore.cache import UNKNOWN_START, GroupKeys, LookupResult, Protection, TieredCache
+from longshore.cache import UNKNOWN_START, GroupKeys, LookupResult, Presence, Protection, TieredCache
 from longshore.config import Config
 from longshore.engines.sglang import contract, identity
 from longshore.engines.sglang.flags import PREFIX_KEYS, of_pool, read
@@ -460,6 +460,10 @@ def _whole_path(cache: TieredCache, keys: Sequence[Key], ancestor_keys: Sequence
         if not found.num_chunks:
             return None
         ancestor_keys = [*found.ancestor_keys, *key]
+    if ancestor_keys:  # of an orphan they begin with one that no tier has
+        first = cache.lookup({0: GroupKeys(ancestor_keys[:1])}, now, protect=Protection.NONE, independent=True)
+        if first.residency[0].presences[0] is Presence.ABSENT:
+            return None
     return GroupKeys([*ancestor_keys, *keys], len(ancestor_keys))
 
 
