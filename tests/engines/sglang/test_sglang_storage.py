@@ -22,6 +22,7 @@ from storage_kit import PAGE, Rig, eventually, indices, names
 
 from longshore.boundary import Status
 from longshore.engines.sglang import identity
+from longshore.engines.sglang.storage import LongshoreStorage
 from longshore.errors import ConfigError, EngineError, TierInUseError
 from longshore.runtime.tier_host import HostedFileTier
 from longshore.transfer.device.base import copy_pieces
@@ -84,6 +85,21 @@ def test_pages_are_found_whose_predecessors_no_tier_has(rigs: Rigs) -> None:
     assert rig.set(KEYS[:4], range(4)) == [True] * 4
     assert rig.storage.flush(30)
     assert rig.exists(KEYS) == 8
+
+
+def test_pages_stored_while_a_read_begins_are_read(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another of SGLang's threads stores them; no tier has what is before them."""
+    rig, load_part = rigs(), LongshoreStorage._load_part
+    held = rig.fill(range(8), seed=1)
+
+    def late(self: LongshoreStorage, *arguments: Any) -> int:
+        assert rig.set(KEYS[4:], range(4, 8), before=KEYS[:4]) == [True] * 4
+        assert self.flush(30)
+        return load_part(self, *arguments)
+
+    monkeypatch.setattr(LongshoreStorage, "_load_part", late)
+    assert rig.get(KEYS[4:], range(20, 24)) == [True] * 4
+    assert torch.equal(rig.read(range(20, 24)), held[4:])
 
 
 def test_a_page_is_stored_behind_those_before_it(rigs: Rigs) -> None:

@@ -275,9 +275,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         deadline = runtime.clock() + self.settings.load_timeout
         while done < len(keys) and (left := deadline - runtime.clock()) > 0:
             if asked.path is None:
-                with runtime.batch() as cache:
-                    ancestor_keys = _look(cache, keys, runtime.clock()).ancestor_keys
-                part = GroupKeys([*ancestor_keys, *keys], len(ancestor_keys))
+                part = GroupKeys(keys, UNKNOWN_START)
             else:
                 first = asked.path.start
                 path = [*asked.path.keys[:first], *keys]  # of another prompt the look-up may be, which begins alike
@@ -300,6 +298,8 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
             )
         if found.lease is None:
             return 0
+        if part.start == UNKNOWN_START:
+            part = GroupKeys([*found.ancestor_keys, *part.keys], len(found.ancestor_keys))
         try:
             mine = pages[: found.num_chunks]
             return len(self._kv.stack.load_path(found, part, mine, lambda job, blocks: jobs.append(job)))
