@@ -276,3 +276,16 @@ def test_lookup_of_a_host_that_omits_what_precedes_keys() -> None:
         assert lease is not None
         cache.release(lease)
     cache.check_integrity()
+
+
+@pytest.mark.parametrize("first", range(2, 6))
+def test_lookup_of_a_host_that_omits_orphans_parents(first: int) -> None:
+    cache, path = made(), keys("a", 6)
+    cache.store({0: GroupKeys(path, 2)}, {0: range(4)})
+    settle(cache)
+    found = cache.lookup({0: GroupKeys(path[first:], UNKNOWN_START)}, 0.0)
+    assert list(found.ancestor_keys) == path[1:first]
+    assert found.num_chunks == 6 - first
+    assert found.lease is not None
+    cache.release(found.lease)
+    cache.check_integrity()

@@ -138,6 +138,20 @@ class Index(Nodes):
             path.append(node)
         return path
 
+    def ancestor_keys(self, node: int) -> list[Key]:
+        """Keys of the chunks before `node`: from the first of its path on, or from the last one that no tier has."""
+        found: list[Key] = []
+        while node:
+            depth = self.depth[node]
+            line = self.path(node, depth - self.depth[ROOT if depth >= 0 else ORPHANS])
+            found += self.key[line[1:]].tolist()
+            before = self.orphans.get(int(line[-1]))
+            if before is None:
+                break
+            found.append(before)
+            node = self.get(before)
+        return found[::-1]
+
     def is_loadable(self, key: Key) -> bool:
         """Whether `key` is loadable from the first chunk."""
         return self.loadable[node] == ROOTED if (node := self.get(key)) else False

@@ -317,8 +317,7 @@ class Lookups:
         settings = self._transfers.settings
         ancestor_keys: Sequence[Key] = ()
         if start == UNKNOWN_START and keys:
-            node = index.get(keys[0])
-            ancestor_keys = [index.key[each] for each in index.path(node, index.depth[node] + 1)[:0:-1]]
+            ancestor_keys = index.ancestor_keys(index.get(keys[0]))
             keys, start = [*ancestor_keys, *keys], len(ancestor_keys)
         check_start(keys, start)
         settings.size_class_of(group)

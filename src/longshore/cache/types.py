@@ -115,6 +115,7 @@ class LookupResult(NamedTuple):
             `prefetch`.
         probes: Probes of remote tiers in flight, for `progress`. Their answers may increase `remote`.
         ancestor_keys: For a lookup of one group from `UNKNOWN_START`: the keys before its first, as tiers know them.
+            For an orphan and its descendants, from the last one on that is in none of the tiers.
         request_number: The number of the request, in the order in which requests began, for its other calls; `None` for
             `Protection.NONE`.
         residency: For a lookup with `independent`: where each chunk is, by group.

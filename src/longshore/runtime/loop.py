@@ -70,7 +70,7 @@ class _RunningTransfer:
 
 
 class Runtime:
-    """The loop around one `TieredCache`. Thread-safe."""
+    """The loop around one `TieredCache`. Thread-safe. With `gives_up`, waits end now, except `wait_for_blocks`."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Runtime:
         self._results: list[Result] = []
         self._failures: dict[int, dict[Slot, Status]] = {}
         """Slots that were not filled, by job, until the result is applied to the cache."""
-        self.closed = False
+        self.closed = self.gives_up = False
         self.pid = os.getpid()
         self._unpollable: list[Mover] = []  # they could not be polled after a fault
         self._calls = CallLog(cache, self.fail)
@@ -348,7 +348,7 @@ class Runtime:
                         if done():
                             self._pump()
                             return True
-            if self.clock() >= deadline:
+            if self.clock() >= deadline or (self.gives_up and not of_movers):
                 self.wakeup.set()
                 return False
             time.sleep(nap)

@@ -232,7 +232,7 @@ class Stack:
         runtime, per_chunk, names = self.runtime, self.config.blocks_per_chunk, path.keys
         deadline, first, most = runtime.clock() + timeout, path.start, self._part_chunks if timeout else len(names)
         while True:
-            end, left = min(len(names), first + most), deadline - runtime.clock()
+            end, left = min(len(names), first + most), 0.0 if runtime.gives_up else deadline - runtime.clock()
             part, skipped = path._replace(chunks=names[:end], start=first), (first - path.start) * per_chunk
             mine = blocks[skipped : (end - path.start) * per_chunk]
             with runtime.batch() as cache:

@@ -57,6 +57,26 @@ def test_servers_share_pages_by_a_store(shared: Callable[..., Rig], tmp_path: Pa
         cache.check_integrity()
 
 
+def test_store_pages_are_found_whose_predecessors_no_tier_has(shared: Callable[..., Rig]) -> None:
+    rig = shared()
+    held = rig.fill(range(8), seed=1)
+    assert rig.set(KEYS[4:], range(4, 8), before=KEYS[:4]) == [True] * 4
+    assert rig.storage.flush(30)
+    for first in (4, 6):
+        with look_up(KEYS[first - 1]):
+            assert rig.exists([*KEYS[first:], *names(2, seed=5)]) == 8 - first
+        assert rig.get(KEYS[first:], range(20 + first, 28)) == [True] * (8 - first)
+        assert torch.equal(rig.read(range(20 + first, 28)), held[first:])
+    assert rig.set(KEYS[:4], range(4)) == [True] * 4
+    assert rig.storage.flush(30)
+    with look_up(None):
+        assert rig.exists(KEYS) == 8
+    assert rig.get(KEYS, range(20, 28)) == [True] * 8
+    assert torch.equal(rig.read(range(20, 28)), held)
+    with rig.storage._kv.stack.runtime.batch() as cache:
+        cache.check_integrity()
+
+
 @pytest.mark.parametrize("order", ["AB", "BA"])
 def test_prompts_that_begin_alike_read_their_own_pages(shared: Callable[..., Rig], order: str) -> None:
     """SGLang looks several prompts up before it reads the first one."""

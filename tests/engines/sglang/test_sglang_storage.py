@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang_kit import write_model
 from sglang_on_cpu import leave_rank_out
@@ -21,6 +22,7 @@ from storage_kit import PAGE, Rig, eventually, indices, names
 
 from longshore.boundary import Status
 from longshore.engines.sglang import identity
+from longshore.engines.sglang.storage import LongshoreStorage
 from longshore.errors import ConfigError, EngineError, TierInUseError
 from longshore.runtime.tier_host import HostedFileTier
 from longshore.transfer.device.base import copy_pieces
@@ -64,6 +66,39 @@ def test_requested_page_needs_no_prefix(rigs: Rigs) -> None:
     rig.fill(range(8), seed=99)
     assert rig.exists(KEYS[4:]) == 4
     assert rig.get(KEYS[4:], range(20, 24), before=KEYS[:2]) == [True] * 4
+    assert torch.equal(rig.read(range(20, 24)), held[4:])
+
+
+def test_pages_are_found_whose_predecessors_no_tier_has(rigs: Rigs) -> None:
+    """SGLang has stored a node, and the tiers did not take the one before it: a disk stood still, say."""
+    rig = rigs()
+    held = rig.fill(range(8), seed=1)
+    assert rig.set(KEYS[4:], range(4, 8), before=KEYS[:4]) == [True] * 4
+    rig.close()
+    rig = rigs()
+    for first in (4, 6):
+        rig.fill(range(20, 28), seed=9)
+        assert rig.exists(KEYS[first:]) == 8 - first
+        assert rig.get(KEYS[first:], range(20 + first, 28)) == [True] * (8 - first)
+        assert torch.equal(rig.read(range(20 + first, 28)), held[first:])
+    assert rig.exists(KEYS) == 0
+    assert rig.set(KEYS[:4], range(4)) == [True] * 4
+    assert rig.storage.flush(30)
+    assert rig.exists(KEYS) == 8
+
+
+def test_pages_stored_while_a_read_begins_are_read(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another of SGLang's threads stores them; no tier has what is before them."""
+    rig, load_part = rigs(), LongshoreStorage._load_part
+    held = rig.fill(range(8), seed=1)
+
+    def late(self: LongshoreStorage, *arguments: Any) -> int:
+        assert rig.set(KEYS[4:], range(4, 8), before=KEYS[:4]) == [True] * 4
+        assert self.flush(30)
+        return load_part(self, *arguments)
+
+    monkeypatch.setattr(LongshoreStorage, "_load_part", late)
+    assert rig.get(KEYS[4:], range(20, 24)) == [True] * 4
     assert torch.equal(rig.read(range(20, 24)), held[4:])
 
 
@@ -187,6 +222,34 @@ def test_a_stopped_tier_host_holds_no_call_up(rigs: Rigs) -> None:
     finally:
         os.kill(rig.host_pid, signal.SIGCONT)
     assert rig.storage._kv.stack.runtime.wait_idle(30)
+    eventually(lambda: rig.get(KEYS, range(8)), [True] * 8)
+    assert torch.equal(rig.read(range(8)), held)
+
+
+@pytest.mark.parametrize("tiers", ["files", "stores"])
+def test_flush_ends_the_read_of_an_aborted_request(rigs: Rigs, tmp_path: Path, tiers: str) -> None:
+    """SGLang waits 10 s for its threads, and stops the server if one of them is not back then."""
+    stores = {} if tiers == "files" else {"remote": f"{tmp_path.as_uri()}?fetch_timeout=60s", "host_size": "4MiB"}
+    held = rigs(**stores).store(KEYS, range(8))
+    rig = again(rigs, load_timeout=60, **stores)
+    os.kill(rig.host_pid, signal.SIGSTOP)
+    said: list[list[bool]] = []
+    controller = object.__new__(HiCacheController)
+    controller.storage_stop_event = threading.Event()
+    controller.prefetch_io_aux_thread = threading.Thread(target=lambda: said.append(rig.get(KEYS, range(8))))
+    try:
+        controller.prefetch_io_aux_thread.start()
+        runtime = rig.storage._kv.runtime
+        while not runtime._running:
+            time.sleep(0.01)
+        controller._stop_storage_threads()
+        assert said == [[False] * 8]
+        other = rig.fill(range(8), seed=77)
+    finally:
+        os.kill(rig.host_pid, signal.SIGCONT)
+        controller.prefetch_io_aux_thread.join()
+    assert runtime.wait_idle(30)
+    assert torch.equal(rig.read(range(8)), other)
     eventually(lambda: rig.get(KEYS, range(8)), [True] * 8)
     assert torch.equal(rig.read(range(8)), held)
 
@@ -396,7 +459,6 @@ def test_a_missing_path_of_weights_is_refused_by_name(rigs: Rigs, tmp_path: Path
 
 
 def test_weights_that_change_begin_another_namespace_when_caches_are_flushed(rigs: Rigs) -> None:
-    from sglang.srt.managers.cache_controller import HiCacheController
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
     rig = rigs()

@@ -37,7 +37,10 @@ _PARAMETERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "HiCacheStorage.get_stats": ("self",),
     },
     _UPDATER: {f"WeightUpdater.{name}": ("self",) for name in UPDATES},
-    "sglang.srt.managers.cache_controller": {"HiCacheController.reset": ("self",)},
+    "sglang.srt.managers.cache_controller": {
+        "HiCacheController.reset": ("self",),
+        "HiCacheController._stop_storage_threads": ("self",),
+    },
     "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller": {
         "HybridCacheController._storage_hit_query": ("self", "operation"),
     },

@@ -38,7 +38,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.mem_cache.utils import get_hash_str
 
 from longshore.boundary import Key
-from longshore.cache import UNKNOWN_START, GroupKeys, LookupResult, Protection, TieredCache
+from longshore.cache import UNKNOWN_START, GroupKeys, LookupResult, Presence, Protection, TieredCache
 from longshore.config import Config
 from longshore.engines.sglang import contract, identity
 from longshore.engines.sglang.flags import PREFIX_KEYS, of_pool, read
@@ -275,9 +275,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         deadline = runtime.clock() + self.settings.load_timeout
         while done < len(keys) and (left := deadline - runtime.clock()) > 0:
             if asked.path is None:
-                with runtime.batch() as cache:
-                    ancestor_keys = _look(cache, keys, runtime.clock()).ancestor_keys
-                part = GroupKeys([*ancestor_keys, *keys], len(ancestor_keys))
+                part = GroupKeys(keys, UNKNOWN_START)
             else:
                 first = asked.path.start
                 path = [*asked.path.keys[:first], *keys]  # of another prompt the look-up may be, which begins alike
@@ -300,6 +298,8 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
             )
         if found.lease is None:
             return 0
+        if part.start == UNKNOWN_START:
+            part = GroupKeys([*found.ancestor_keys, *part.keys], len(found.ancestor_keys))
         try:
             mine = pages[: found.num_chunks]
             return len(self._kv.stack.load_path(found, part, mine, lambda job, blocks: jobs.append(job)))
@@ -460,6 +460,10 @@ def _whole_path(cache: TieredCache, keys: Sequence[Key], ancestor_keys: Sequence
         if not found.num_chunks:
             return None
         ancestor_keys = [*found.ancestor_keys, *key]
+    if ancestor_keys:  # of an orphan they begin with one that no tier has
+        first = cache.lookup({0: GroupKeys(ancestor_keys[:1])}, now, protect=Protection.NONE, independent=True)
+        if first.residency[0].presences[0] is Presence.ABSENT:
+            return None
     return GroupKeys([*ancestor_keys, *keys], len(ancestor_keys))
 
 
@@ -474,6 +478,7 @@ def _watch() -> None:
     for name in contract.UPDATES:
         _wrap(WeightUpdater, name, _weights_change)
     _wrap(HiCacheController, "reset", _flush)
+    _wrap(HiCacheController, "_stop_storage_threads", _stop_threads)
     _wrap(HybridCacheController, "_storage_hit_query", _look_up)
     WeightUpdater.longshore_watches = True
 
@@ -502,6 +507,19 @@ def _flush(*arguments: Any, **named: Any) -> Iterator[None]:
     yield
     for storage in list(_open):
         storage.caches_flushed()
+
+
+@contextlib.contextmanager
+def _stop_threads(*arguments: Any, **named: Any) -> Iterator[None]:
+    """SGLang waits a few seconds for its threads, and ends if one is in a call then: of an aborted request, say."""
+    runtimes = [tiers.runtime for storage in list(_open) for tiers in storage._tiers.values()]
+    for each in runtimes:
+        each.gives_up = True
+    try:
+        yield
+    finally:
+        for each in runtimes:
+            each.gives_up = False
 
 
 @contextlib.contextmanager

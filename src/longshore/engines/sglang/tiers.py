@@ -175,11 +175,8 @@ class PoolTiers:
     def let_go(self, jobs: Sequence[int]) -> None:
         """Wait until no copy touches the pages of `jobs`: jobs have deadlines, and a copy that has begun is short."""
         mover, timeout, begun = self.stack.staging_mover, self.settings.write_timeout, self.runtime.clock()
-        while not (
-            self.runtime.wait_jobs(jobs, timeout)
-            if mover is None
-            else self.runtime.wait_for_blocks(jobs, mover.touches_blocks, timeout)
-        ):
+        touches = self.runtime.in_flight if mover is None else mover.touches_blocks
+        while not self.runtime.wait_for_blocks(jobs, touches, timeout):
             _log.error(
                 "copies of jobs %s have not ended after %.0f s; the call waits on, because SGLang uses their pages "
                 "again when it returns. If this repeats, restart the server",
