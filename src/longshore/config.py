@@ -365,7 +365,7 @@ class Config(BaseModel):
                     f"events_path is {self.events_path}, which cannot be accessed: {error.strerror}"
                 ) from error
             if not is_file:  # a link is not followed
-                raise ConfigError(f"events_path is {self.events_path}, but {self.events_path} is not a regular file")
+                raise ConfigError(f"events_path is {self.events_path}, which is not a regular file")
 
     def check_host(self) -> None:
         """As `check_machine`, for the host tier only."""
@@ -384,13 +384,13 @@ class Config(BaseModel):
             existing = next(p for p in (path, *path.absolute().parents) if p.exists())
         except OSError as error:  # a name that is too long, for instance
             raise ConfigError(f"file_path is {path}, which cannot be accessed: {error.strerror}") from error
-        _check_writable("file_path", path, existing)
-        ours = sum(f.stat().st_blocks * 512 for f in path.iterdir() if f.is_file()) if path.is_dir() else 0
         usage = shutil.disk_usage(existing)
         if not usage.total:  # /proc, for instance
             raise ConfigError(
                 f"file_path is {path}, but the file system there holds no files: name a directory on a disk"
             )
+        _check_writable("file_path", path, existing)
+        ours = sum(f.stat().st_blocks * 512 for f in path.iterdir() if f.is_file()) if path.is_dir() else 0
         free = usage.free + ours
         if self.file_size > free:
             raise ConfigError(

@@ -567,7 +567,7 @@ def _open_files() -> Iterator[Finding]:
 
 def _disk(path: Path) -> Iterator[Finding]:
     place = next(each for each in (path, *path.absolute().parents) if each.exists())  # the engine makes the rest
-    if not (place.is_dir() and os.access(place, os.W_OK)):
+    if not (place.is_dir() and os.access(place, os.R_OK | os.W_OK | os.X_OK)):
         return  # found with the settings
     kind = file_system_of(place.stat().st_dev)
     has = f"{kind}, {format_bytes(shutil.disk_usage(place).free)} free"

@@ -224,6 +224,8 @@ def test_trap_30_errors_are_typed_and_name_expected_and_actual() -> None:
         store(cache, [key("a")], (48,))
     with pytest.raises(CacheError, match=r"expected device blocks in \[0, 48\), got \[1180591620717411303424\]"):
         store(cache, [key("a")], (2**70,))
+    with pytest.raises(CacheError, match=r"expected distinct device blocks"):
+        store(cache, [key("a"), key("b")], bytes(2))  # type: ignore[arg-type]
     with pytest.raises(CacheError, match="expected 1 blocks of 1 chunks, got 2"):
         store(cache, [key("a")], (0, 1))
 

@@ -21,7 +21,7 @@ from longshore.config import Config
 from longshore.doctor import Severity, check_machine
 from longshore.errors import TierInUseError
 from longshore.testing.local_server import free_port
-from longshore.tiers.file.directory import Directory
+from longshore.tiers.file.directory import LOCK, Directory
 
 
 def doctor(*arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
@@ -57,7 +57,7 @@ def test_the_disk_of_a_directory_that_is_not_there_yet(tmp_path: Path) -> None:
 
 
 def test_a_live_engine_in_the_directory_is_named(tmp_path: Path) -> None:
-    code = "import sys, time; from pathlib import Path; from longshore.tiers.file.directory import Directory; "
+    code = "import sys, time; from pathlib import Path; from longshore.tiers.file.directory import LOCK, Directory; "
     code += "open_ = Directory(Path(sys.argv[1])); print('open', flush=True); time.sleep(600)"
     config = Config.make(host_size="1MiB", file_path=tmp_path, file_size="1MiB")
 
@@ -81,6 +81,31 @@ def test_a_live_engine_in_the_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises(TierInUseError):
         Directory(tmp_path)  # it is still locked
     directory.close()
+
+
+def test_the_lock_of_another_program_is_no_engine(tmp_path: Path) -> None:
+    tmp_path.joinpath("app").mkdir()
+    tmp_path.joinpath("app", LOCK).write_text("not ours")
+    code = "import fcntl, sys; file = open(sys.argv[1], 'r+'); fcntl.lockf(file, fcntl.LOCK_EX); "
+    code += "print('locked', flush=True); input()"
+    locks = [sys.executable, "-c", code, tmp_path / "app" / LOCK]
+    with subprocess.Popen(locks, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"locked\n"
+        found = check_machine(Config.make(host_size="1MiB", file_path=tmp_path, file_size="1MiB"))
+        child.communicate(b"\n")
+    assert not [each for each in found if "live process" in each.what]
+
+
+def test_a_directory_that_cannot_be_listed_is_one_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path) -> Any:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "iterdir", refused)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    found = check_machine(Config.make(host_size="1MiB", file_path=tmp_path, file_size="1MiB"))
+    assert any("is not readable and writable" in each.what for each in found)
+    assert len(found) > 3
 
 
 def test_a_probe_file_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -297,15 +298,18 @@ def test_silent_clients_are_dropped_and_too_many_refused(opened: Opened, monkeyp
 
 def test_clients_are_not_dropped_behind_anothers_long_command(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = opened()
-    answer, begun = engine.server._commands.answer, threading.Event()
+    answer, begun, go_on, passed = engine.server._commands.answer, threading.Event(), threading.Event(), [0.0]
 
     def slow(line: bytearray) -> dict[str, Any]:
         if b"clear" in line:
-            monkeypatch.setattr(control, "_IDLE_SECONDS", 1.0)
             begun.set()
-            time.sleep(1.5)
+            go_on.wait(TIMEOUT)
+            passed[0] += 10 * control._IDLE_SECONDS
         return answer(line)
 
+    monkeypatch.setattr(
+        control, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0], sleep=time.sleep)
+    )
     monkeypatch.setattr(engine.server._commands, "answer", slow)
     with _connected(engine) as first, _connected(engine) as second:
         for client in (first, second):
@@ -314,7 +318,9 @@ def test_clients_are_not_dropped_behind_anothers_long_command(opened: Opened, mo
         first.sendall(b'{"command": "clear"}\n')
         assert begun.wait(TIMEOUT)
         second.sendall(b'{"command": "stats"}\n')
+        go_on.set()
         assert "ok" in json.loads(_line(second))
+    assert passed[0] > 0
 
 
 def test_commands_at_once_are_carried_out_one_by_one(opened: Opened) -> None:

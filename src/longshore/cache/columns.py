@@ -31,7 +31,6 @@ I32 = npt.NDArray[np.int32]
 FEW, _FEW_KEYS = 48, 24
 """Below this number of nodes, or of keys, a loop is faster than array operations."""
 
-
 _RUN = 128
 """So many linked numbers are found faster by one comparison than one by one."""
 

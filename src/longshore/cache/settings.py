@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import math
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -201,7 +200,7 @@ class DeviceBlocks:
         if any(not issubclass(kind, int | np.integer) or kind is bool for kind in set(map(type, blocks))):
             raise CacheError(f"expected device blocks as integers, got {list(blocks)[:8]}")
         try:
-            numbers = np.frombuffer(array("q", blocks), np.int64)
+            numbers = np.fromiter(blocks, np.int64, len(blocks))
         except OverflowError:
             raise CacheError(f"expected device blocks in [0, {self._count}), got {list(blocks)[:8]}") from None
         if has_duplicates(numbers):

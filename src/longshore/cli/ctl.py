@@ -53,7 +53,7 @@ def ctl(
             help="Instead of tokens: whole keys of its chunks, 64 hexadecimal digits each, with commas, or @FILE."
         ),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for the engine's answer.")] = 15.0,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for the engine's answer, at most 86,400.")] = 15.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the engine's answer as one JSON object.")] = False,
 ) -> None:
     """Look into a running engine, pin prompts, and clear its tiers.

@@ -58,7 +58,7 @@ class RankReports:
         self._changes, self._sleep_changes, self._without_memory, self._orders, self._calls = states
         self._adapters: U64 = rest[: 4 * self.ADAPTERS * world].reshape(self.ADAPTERS, world, 4)
         self._expected: dict[int, int] = {}
-        """The last load that was begun for each row of the second table, in the process that begins loads."""
+        """The load whose reports are expected in each row of the second table, in the process that begins loads."""
 
     @classmethod
     def nbytes(cls, slots: int, world: int) -> int:
@@ -87,16 +87,13 @@ class RankReports:
         self._loads[ticket % self.LOADS, rank] = 4 * ticket + (DONE if good else failure)
 
     def begin_load(self, ticket: int) -> bool:
-        """Expect reports on the load `ticket`; false if they would overwrite some on a load that has not ended.
+        """Expect reports on the load `ticket`, until `end_load`; false if they would overwrite some on another one."""
+        return self._expected.setdefault(ticket % self.LOADS, ticket) == ticket
 
-        A load that ranks never report, as one that was not sent to them, is not waited for without limit.
-        """
-        row = ticket % self.LOADS
-        before = self._expected.get(row)
-        if before is not None and ticket - before < 16 * self.LOADS and not self.load_has_ended(before):
-            return False
-        self._expected[row] = ticket
-        return True
+    def end_load(self, ticket: int) -> None:
+        """Nobody needs the reports on the load `ticket` any more."""
+        if self._expected.get(ticket % self.LOADS) == ticket:
+            del self._expected[ticket % self.LOADS]
 
     def outcomes(self, ticket: int, slots: Sequence[int]) -> U64:
         """Reports on `slots` for `ticket`, one of the four constants each; shape `(len(slots), ranks)`."""

@@ -238,8 +238,11 @@ class Gittins(EvictionPolicy):
             check_in(self._state, nodes)
             if has_duplicates(nodes):
                 nodes = unique(nodes[::-1])[::-1]
+        ends = self._alike(nodes)
+        if len(ends) * FEW > len(nodes):  # most runs are short
+            nodes = as_list(nodes)
         first = 0
-        for end in self._alike(nodes):
+        for end in ends:
             head = int(nodes[first])
             state, when = self._state[head], self._used[head]
             new, now = self._use(state, when, end - first), max(when, self._request)

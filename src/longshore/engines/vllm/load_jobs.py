@@ -233,6 +233,8 @@ class LoadJobs:
             ticket.cache_jobs.append((part.job, part.slots.of))
         if ticket.cache_jobs:
             load.parts.append(ticket)
+        else:
+            self._context.reports.end_load(ticket.number)
         return SlotsSpec(ticket.number, tuple(group_slots), self._validity.epoch, chunks_before)
 
 

@@ -593,7 +593,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         return bool(self._store_jobs or self._unreported or self._load_jobs) or any(waiting)
 
     def _slots_spec(self, group_slots: Sequence[Slots]) -> SlotsSpec:
-        return SlotsSpec(self._job_context.new_load_ticket().number, tuple(group_slots), self._validity.epoch)
+        return SlotsSpec(self._job_context.new_ticket().number, tuple(group_slots), self._validity.epoch)
 
     def _request_state(self, context: ReqContext) -> RequestState:
         return self._requests.setdefault(context.req_id, RequestState(context.req_id))

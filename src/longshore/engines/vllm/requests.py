@@ -311,9 +311,11 @@ class JobContext:
         return Ticket(next(self._numbers), self.clock(), self.epoch())
 
     def new_load_ticket(self) -> Ticket:
-        """A new ticket for a load, whose reports overwrite none that are waited for."""
+        """A new ticket for a load, whose reports overwrite none on a load that has not ended."""
         ticket = self.new_ticket()
-        while not self.reports.begin_load(ticket.number):
+        for _ in range(self.reports.LOADS):
+            if self.reports.begin_load(ticket.number):
+                break
             ticket = self.new_ticket()
         return ticket
 
@@ -335,6 +337,7 @@ class JobContext:
             nbytes = mine.count(OK) * self.image_bytes[slots.size_class]
             results.append(TransferResult(cache_job, mine, nbytes, (now - ticket.since) / len(ticket.cache_jobs)))
         cache.apply_results(results, now)
+        self.reports.end_load(number)
         return results
 
     def failure(self, ticket: Ticket) -> Status:

@@ -288,7 +288,8 @@ def holder_of(path: Path) -> str:
         try:
             told = fcntl.fcntl(fd, fcntl.F_GETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
             if struct.unpack(_FLOCK, told)[0] != fcntl.F_UNLCK:
-                return os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+                number = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
+                return number if number.isdecimal() else ""  # else it is another program's lock
         finally:
             os.close(fd)
     return ""
