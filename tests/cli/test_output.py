@@ -9,6 +9,7 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,6 +87,23 @@ def test_tables_have_no_trailing_blanks(files: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out == "  x\n"
     done = shell(f"longshore {SHORT['REPLAY']}", files)
     assert not [line for line in done.stdout.splitlines() if line.endswith(" ")]
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
+def test_what_fails_after_a_signal_is_no_error(number: int, status: int) -> None:
+    code = f"""
+import errno, os, signal, sys
+from longshore.cli.output import run
+signal.signal({number:d}, signal.default_int_handler if {number:d} == signal.SIGINT else signal.SIG_DFL)
+def command():
+    try:
+        os.kill(os.getpid(), {number:d})
+    finally:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+sys.exit(run(command))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (status, "")
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])

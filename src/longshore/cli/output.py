@@ -237,13 +237,19 @@ def _ended(command: Callable[[], object]) -> int:
     try:
         code = command()
         sys.stdout.flush()
-    except SystemExit as left:
-        code = left.code
-    except KeyboardInterrupt:
-        code = _INTERRUPTED
+    except (SystemExit, KeyboardInterrupt) as left:
+        code = _status_of(left)
     except Exception as error:  # noqa: BLE001 - the last one who could say what happened
-        code = _told(error)
+        # A signal may come between the close of a file and its note: what fails at the end then is no error.
+        before: BaseException | None = error
+        while before is not None and not isinstance(before, SystemExit | KeyboardInterrupt):
+            before = before.__context__
+        code = _told(error) if before is None else _status_of(before)
     return code if isinstance(code, int) else 0 if code is None else 1
+
+
+def _status_of(left: SystemExit | KeyboardInterrupt) -> Any:
+    return left.code if isinstance(left, SystemExit) else _INTERRUPTED
 
 
 class _EncodedStream:
