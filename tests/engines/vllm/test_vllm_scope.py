@@ -210,7 +210,7 @@ def test_a_changed_draft_model_finds_nothing(tmp_path: Path) -> None:
 def test_one_rank_hashes_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     digest = FileDigests.of
-    monkeypatch.setattr(FileDigests, "of", lambda self, paths: calls.append(paths) or digest(self, paths))
+    monkeypatch.setattr(FileDigests, "of", lambda self, *paths: calls.append(paths) or digest(self, *paths))
     first_lookup(tmp_path, world=2)
     assert len(calls) == 1
 
