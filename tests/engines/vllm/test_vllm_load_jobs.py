@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 from parts_kit import CHUNKS, HOST_CHUNKS, Engine, finish_load, settled
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 from vllm_kit import TOKENS
 
 from longshore.boundary import FILE, HOST
@@ -38,17 +39,23 @@ def test_a_prompt_longer_than_host_memory_is_loaded_whole(engine: Engine) -> Non
     settled(engine)
 
 
+def finish_whole(engine: Engine, requests: Sequence[Request]) -> None:
+    """The loads of `requests` end, each with all chunks, and leave nothing open."""
+    finish_load(engine, *requests)
+    assert not engine.failed
+    assert [engine.wrong(each, CHUNKS) for each in requests] == [0] * len(requests)
+    for each in requests:
+        engine.finish(each)
+    settled(engine)
+    assert engine.manager._tiers.reports._expected == {}, "reports on loads that have ended are still expected"
+
+
 @pytest.mark.parametrize("engine", [1, 2], indirect=True, ids=["full attention", "a window"])
 def test_two_are_loaded_whole_at_once(engine: Engine) -> None:
     engine.store(CHUNKS, first=1000)
     requests = [engine.request(CHUNKS), engine.request(CHUNKS, first=1000)]
     assert [engine.begin(each) for each in requests] == [CHUNKS] * 2
-    finish_load(engine, *requests)
-    assert not engine.failed
-    assert [engine.wrong(each, CHUNKS) for each in requests] == [0, 0]
-    for each in requests:
-        engine.finish(each)
-    settled(engine)
+    finish_whole(engine, requests)
 
 
 @pytest.mark.parametrize("engine", [1, 2], indirect=True, ids=["full attention", "a window"])
@@ -83,12 +90,7 @@ def test_later_loads_do_not_overwrite_reports_on_an_earlier_part(engine: Engine)
     for _ in range(10):
         engine.step(ranks=(0,))
     assert context.new_ticket().number > part + RankReports.LOADS, "others have been begun"
-    finish_load(engine, *requests)
-    assert not engine.failed
-    assert [engine.wrong(each, CHUNKS) for each in requests] == [0, 0]
-    for each in requests:
-        engine.finish(each)
-    settled(engine)
+    finish_whole(engine, requests)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 5])
