@@ -1,5 +1,7 @@
 """A chunk never outlives its parents, in each tier and all colder ones together."""
 
+import random
+
 import pytest
 from cache_kit import Setup, chunks, key, lookup, path_of, store
 from cache_model import World
@@ -134,6 +136,33 @@ def test_long_orphan_path_is_readable_once_its_head_arrives() -> None:
         cache.apply_results([TransferResult(offload.job, (Status.OK,) * len(offload.positions))], 0.0)
         assert lookup(cache, keys, 0.0).num_chunks == found
     cache.check_integrity()
+
+
+def test_keys_of_a_path_are_located_as_each_by_itself() -> None:
+    path, other, unknown = ([bytes([kind, position]) * 16 for position in range(200)] for kind in range(3))
+    branch, orphans = [*path[:90], *other[:80]], [*unknown[100:101], *other[100:]]
+    cache = TieredCache([TierSpec(HOST, 500)], CacheSettings(max_writes=500))
+    for keys, first in ((path, 0), (branch, 90), (orphans, 1)):
+        offload = store(cache, keys, range(len(keys) - first), first=first)
+        cache.apply_results([TransferResult(offload.job, (Status.OK,) * len(offload.positions))], 0.0)
+    index, dice = cache._state.index, random.Random(1)
+    assert len(index.orphans) == 1
+    for keys in (
+        path,
+        path[60:],
+        branch,
+        orphans[1:],
+        orphans,
+        [*path[:120], *unknown],
+        [*path[:95], *branch[95:]],
+        [*path[:90], *path[91:]],
+        path[::-1],
+        dice.sample(path, 100),
+        unknown,
+        path[:5],
+        [],
+    ):
+        assert index.locate(keys).tolist() == [index.get(each) for each in keys]
 
 
 def index_of(*tiers: int) -> Index:

@@ -9,6 +9,7 @@ from cache_model import World
 
 from longshore.boundary import FILE, HOST, Cancel, Status, TransferResult, Urgency
 from longshore.cache import Lease, MissReason, Run, TieredCache, TierSpec
+from longshore.errors import LeaseError
 
 BOTH = Setup(host=6, file=8, backup="write_through")
 
@@ -358,3 +359,22 @@ def test_what_was_loaded_leaves_nothing_to_a_garbage_collector() -> None:
         assert gc.collect() == 0
     finally:
         gc.enable()
+
+
+def test_lease_is_on_the_keys_of_its_lookup() -> None:
+    cache, keys = TieredCache([TierSpec(HOST, 8)]), chunks("abcd")
+    offload = store(cache, keys, range(4))
+    cache.apply_results([TransferResult(offload.job, (Status.OK,) * 4)], 0.0)
+    asked = list(keys)
+    lease = lookup(cache, asked, 0.0).lease
+    asked += chunks("wxyz")  # a request grows
+    assert cache.load(lease, {0: range(4)}).num_chunks == 4
+    assert [item.key for item in cache.take_commands()[-1].items] == keys
+    for change in (list.pop, list.reverse, list.clear):
+        asked = list(keys)
+        lease = lookup(cache, asked, 0.0).lease
+        change(asked)
+        with pytest.raises(LeaseError, match="have changed since"):
+            cache.load(lease, {0: range(4)})
+        cache.release(lease)
+    cache.check_integrity()

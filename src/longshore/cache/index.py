@@ -42,7 +42,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.columns import I32, as_i32, i32_view, u8_view
+from longshore.cache.columns import FEW, I32, as_i32, i32_view, u8_view
 from longshore.cache.nodes import NONE, ORPHANED, ORPHANS, ROOT, ROOTED, Nodes
 from longshore.cache.pool import READY, SlotPool
 from longshore.errors import CacheError, IntegrityError
@@ -56,14 +56,14 @@ class Index(Nodes):
     # ------------------------------------------------------------------ paths of keys
 
     def loadable_prefix(self, keys: Sequence[Key], first: int) -> int:
-        """The number of leading chunks of `keys` that are loadable, at least `first`; found by bisection.
+        """The number of leading chunks of `keys` that are loadable, at least `first`; by bisection, the last first.
 
         An orphan at `first` and its descendants count, because the caller has the chunks before it. Raises
         `CacheError` if a chunk found shows that `keys` is no path.
         """
         low, high, find, loadable, depth = first, len(keys), self.get, self.loadable, self.depth
+        middle = high - 1
         while low < high:
-            middle = (low + high) // 2
             node = find(keys[middle])
             if node and depth[node] != middle and depth[node] >= 0:
                 raise _broken(keys, middle)
@@ -71,6 +71,7 @@ class Index(Nodes):
                 low = middle + 1
             else:
                 high = middle
+            middle = (low + high) // 2
         if self.orphans and low == first:
             while low < len(keys) and loadable[node := self.get(keys[low])] == ORPHANED:
                 self.check_link(keys, low)
@@ -126,6 +127,26 @@ class Index(Nodes):
             if node:
                 self.check_link(keys, position)
         return list(takewhile(bool, nodes))
+
+    def locate(self, keys: Sequence[Key]) -> I32:
+        """The node of each of `keys`; `ROOT` for those in no tier and not on their way into one.
+
+        Of keys that begin with chunks which follow one another, these are found by their links.
+        """
+        find, depth = self.get, self.depth
+        head = find(keys[0]) if len(keys) >= FEW else ROOT
+        low, high, first = 0, len(keys) if head else 0, depth[head]
+        middle = high - 1
+        while low < high:
+            if (node := find(keys[middle])) and depth[node] == first + middle:
+                low = middle + 1
+            else:
+                high = middle
+            middle = (low + high) // 2
+        path = self.path(find(keys[low - 1]), low)[::-1] if low else as_i32(())
+        if len(path) < low or not self.key.are(path, keys if low == len(keys) else keys[:low]):
+            return self.key.find_all(keys)
+        return path if low == len(keys) else np.concatenate([path, self.key.find_all(keys[low:])])
 
     def loadable_nodes(self, keys: Sequence[Key]) -> list[int]:
         """Nodes of the leading chunks of `keys` that are loadable, from the first chunk or from an orphan."""
@@ -520,7 +541,7 @@ class Residency:
     @classmethod
     def take(cls, index: Index, pool: SlotPool, keys: Sequence[Key]) -> Residency:
         """Look up `keys`; `pool` is that of the host tier. Raises `CacheError` for a key that is not bytes."""
-        nodes = index.key.find_all(keys)
+        nodes = index.locate(keys)
         loadable = u8_view(index.loadable)[nodes] != 0
         presences = np.where(loadable, np.where(index.are_ready(nodes, 0), _HOST, _COLDER), _IN_FLIGHT)
         presences[nodes == ROOT] = _ABSENT
@@ -532,7 +553,7 @@ class Residency:
 def nodes_of(index: Index, keys: Sequence[Key] | Residency) -> tuple[Sequence[Key], I32]:
     """Keys and their nodes, `ROOT` for keys in no tier. Raises `CacheError` for a key that is not bytes."""
     if not isinstance(keys, Residency):
-        return keys, index.key.find_all(keys)
+        return keys, index.locate(keys)
     if keys.index is index and keys.removed == index.removed:
         return keys.keys, keys.nodes
     return nodes_of(index, keys.keys)

@@ -66,6 +66,7 @@ class Loader:
     def load(
         self,
         chunks: LeasedChunks,
+        keys: Sequence[Key],
         blocks: Sequence[int],
         skip: int,
         *,
@@ -73,13 +74,13 @@ class Loader:
         by_layer: bool = False,
         tokens: int | None = None,
     ) -> Load:
-        """Load the leading chunks of a leased path into device `blocks`, as far as the host tier has room.
+        """Load the leading chunks of a leased path, `keys`, into device `blocks`, as far as the host tier has room.
 
         `skip` blocks of the first chunk are left out, and of the last block all but `tokens` tokens. The load ends
         after `timeout` seconds.
         """
         state, per_chunk = self._state, self._transfers.settings.blocks_per_chunk
-        keys, tail, leased = chunks.keys[: -(-(skip + len(blocks)) // per_chunk)], chunks.refs[0].node, len(chunks.keys)
+        tail, leased = chunks.refs[0].node, len(chunks.positions)
         first_block = chunks.positions[0] * per_chunk + skip
         load, waiter = self._begin(timeout)
         index = state.index

@@ -52,18 +52,34 @@ from longshore.errors import CacheError, LeaseError
 
 @dataclass(slots=True, eq=False)
 class LeasedChunks:
-    """Leased chunks of one KV cache group: `keys`, at `positions` of their path, kept by references to nodes.
+    """Leased chunks of one KV cache group: those at `positions` of `path`, kept by references to nodes.
 
-    A reference to the last chunk keeps a path. Chunks that are `independent` have one each. `blocks` is the number of
+    `path` is what the caller has passed, not a copy of it: to copy thousands of keys takes longer than to find them. A
+    reference to the last chunk keeps a path. Chunks that are `independent` have one each. `blocks` is the number of
     device blocks of a load, where the lookup has determined it.
     """
 
-    keys: Sequence[Key]
+    path: Sequence[Key]
     positions: Sequence[int]
     refs: Sequence[NodeRef]
     group: int = 0
     independent: bool = field(default=False, kw_only=True)
     blocks: int = field(default=0, kw_only=True)
+
+    @property
+    def keys(self) -> Sequence[Key]:
+        """The keys of the chunks."""
+        if isinstance(self.positions, range):
+            return self.path[self.positions.start : self.positions.stop]
+        return [self.path[position] for position in self.positions]
+
+    def check_unchanged(self, index: Index) -> None:
+        """Raise `LeaseError` if the last key is another one than when it was looked up."""
+        last = self.positions[-1]
+        if (node := self.refs[-1].node) and (len(self.path) <= last or self.path[last] != index.key[node]):
+            raise LeaseError(
+                "the keys that were looked up have changed since: pass a list that nothing is removed from"
+            )
 
     def nodes(self, index: Index) -> list[int]:
         """The nodes of the chunks, head first, up to the first one that was removed."""
@@ -75,7 +91,7 @@ class LeasedChunks:
         last = self.positions[-1]
         path = index.path(tail, last - self.positions[0] + 1)
         nodes: list[int] = (
-            path[::-1] if len(path) == len(self.keys) else path[last - np.asarray(self.positions)]
+            path[::-1] if len(path) == len(self.positions) else path[last - np.asarray(self.positions)]
         ).tolist()
         return nodes
 
@@ -145,6 +161,8 @@ class Leases:
             raise LeaseError(f"lease {lease.id} is of single chunks, not of a path: load these by their keys")
         if record.load is not None:
             raise LeaseError(f"lease {lease.id} was loaded before; a lease serves one load")
+        for chunks in record.groups:
+            chunks.check_unchanged(self._state.index)
         return record
 
     def release(self, lease: Lease) -> None:
@@ -328,7 +346,8 @@ class Lookups:
             raise CacheError(f"expected no `prompt_tokens` with group {group}, whose chunks are independent")
         prompt_tokens = prompt_tokens and prompt_tokens.checked()
         end = index.loadable_prefix(keys, start)
-        index.find(keys[start - 1 : start] if start else ())
+        if start:
+            index.get(keys[start - 1])
         for position in {start, max(start, end - 1), end} - {len(keys)}:
             index.check_link(keys, position)
         # Remote tiers are asked for each key after these, so their order is checked; else a bisection suffices.
@@ -344,15 +363,15 @@ class Lookups:
             if self._state.log.on:
                 asked, found = tuple(keys), end - start
                 self._state.log.record(EventKind.REQUEST, request=call.request, keys=asked, start=start, length=found)
-        leased = keys[start:end] if partial is None or partial.device else [*keys[start:end], partial.key]
+        leased, stop = (keys, end) if partial is None or partial.device else ([*keys[:end], partial.key], end + 1)
         lease = None
         if call.protect is Protection.STEP:
-            self._leases.protect(as_i32(index.find(leased)))
-        elif leased and call.protect is Protection.LEASE:
+            self._leases.protect(index.locate(leased[start:stop]))
+        elif stop > start and call.protect is Protection.LEASE:
             if self._remote.tiers:
                 self._remote.found(keys[start:end])
-            refs = (self._state.add_ref(index.get(leased[-1])),)
-            chunks = LeasedChunks(leased, range(start, start + len(leased)), refs, group)
+            refs = (self._state.add_ref(index.get(leased[stop - 1])),)
+            chunks = LeasedChunks(leased, range(start, stop), refs, group)
             lease = self._leases.take(self._transfers.new_id(), (chunks,), call.request)
         return LookupResult(
             lease,
@@ -395,7 +414,7 @@ class Lookups:
             return LookupResult(request_number=request_number, residency=residency)
         leased = [
             LeasedChunks(
-                [here.keys[position] for position in there],
+                here.keys,
                 there,
                 [self._state.add_ref(node) for node in here.nodes[there].tolist()],
                 group,
@@ -406,7 +425,7 @@ class Lookups:
         ]
         lease = self._leases.take(self._transfers.new_id(), leased, call.request) if leased else None
         return LookupResult(
-            lease, sum(len(each.keys) for each in leased), request_number=request_number, residency=residency
+            lease, sum(len(each.positions) for each in leased), request_number=request_number, residency=residency
         )
 
     def fetch(self, group: int, path: GroupKeys, now: float, timeout: float) -> tuple[int, ...]:
@@ -466,7 +485,7 @@ class Lookups:
         lease = None
         if call.protect is Protection.STEP:
             for _, _, keys, _ in leased:
-                self._leases.protect(as_i32(state.index.find(keys)))
+                self._leases.protect(state.index.locate(keys))
         elif call.protect is Protection.LEASE and leased:
             mine = [self._lease(matches[each[0]], *each) for each in leased]
             lease = self._leases.take(self._transfers.new_id(), mine, call.request, is_multi_group=True)
@@ -526,7 +545,8 @@ class Lookups:
         if matched.partial and not matched.partial.device:
             blocks += -(-matched.partial.tokens // kind.block_size)
         refs = [state.add_ref(state.index.get(key)) for key in (keys if kind.is_independent else keys[-1:])]
-        return LeasedChunks(keys, positions, refs, group, independent=kind.is_independent, blocks=blocks)
+        path = search.keys if len(keys) == len(matched.load) else [*search.keys[: matched.end], *keys[-1:]]
+        return LeasedChunks(path, positions, refs, group, independent=kind.is_independent, blocks=blocks)
 
     # ------------------------------------------------------------------ inside
 

@@ -270,7 +270,8 @@ class TieredCache:
             self._device.check(())
             self._state.check_request_number(request_number)
             in_host = [self._lookups.in_host(path.chunks, group) for group, path in paths.items()]
-            self._remote.found([key for keys, _ in in_host for key in keys])
+            if self._remote.tiers:
+                self._remote.found([key for keys, _ in in_host for key in keys])
             lease_slots, pairs = self._loader.lease_slots, zip(paths, in_host, strict=True)
             jobs = tuple(
                 LoadJob(*lease_slots(*found, request_number, origins, is_first=not group, count=count))
@@ -291,19 +292,20 @@ class TieredCache:
             record.load = self._loader.load_together(nodes, keys, sections, timeout=timeout, by_layer=by_layer)
             name, load = record.request, record.load
             load.requests = [(name and f"{name}/{each.group}", each.keys) for each in record.groups]
-            load.first_group_chunks = sum(len(each.keys) for each in record.groups if not each.group)
+            load.first_group_chunks = sum(len(each.positions) for each in record.groups if not each.group)
             return self._scheduled(load, origins)
         (leased,), size = record.groups, self.settings.blocks_per_chunk
         group, ours = leased.group, blocks.get(leased.group, ())
-        chunks, most = -(-(skip + len(ours)) // size), len(leased.keys)
+        chunks, most = -(-(skip + len(ours)) // size), len(leased.positions)
         if not 0 <= skip < size or not ours or chunks > most:
             raise CacheError(f"expected blocks of {most} chunks of {size} blocks, got {len(ours)} with skip={skip}")
         self._device.check(ours)
         self._state.check_size_class([leased.refs[0].node], self.settings.size_class_of(group))
         self.settings.check_tokens(tokens, group)
         self._state.set_request(record.request_number)
-        record.load = self._loader.load(leased, ours, skip, timeout=timeout, by_layer=by_layer, tokens=tokens)
-        record.load.requests = [(record.request, leased.keys[:chunks])]
+        wanted = leased.keys[:chunks]
+        record.load = self._loader.load(leased, wanted, ours, skip, timeout=timeout, by_layer=by_layer, tokens=tokens)
+        record.load.requests = [(record.request, wanted)]
         record.load.first_group_chunks = 0 if group else chunks
         return self._scheduled(record.load, origins)
 

@@ -242,7 +242,7 @@ class Waiters:
         If it failed and its source is still valid, a read ordered again might fail at once, again and again: of its
         waiters, none orders more reads.
         """
-        would_repeat = any(status not in _NOT_REPEATED for status in job.statuses)
+        would_repeat = job.statuses.count(Status.OK) < len(job.statuses) and not _NOT_REPEATED.issuperset(job.statuses)
         for waiter in job.waiters.values():
             waiter.jobs.discard(job.transfer.job)
             waiter.lacks_room &= not would_repeat

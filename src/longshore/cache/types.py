@@ -42,7 +42,8 @@ class GroupKeys(NamedTuple):
 
     Attributes:
         chunks: Keys of the path from the first chunk of the prompt on; or single ones, for an `independent` lookup and
-            a load without a lease. The `Residency` of a lookup saves that load another search.
+            a load without a lease. The `Residency` of a lookup saves that load another search. A lease refers to them
+            and copies none: keys may be appended meanwhile, not removed or replaced.
         start: Position of the first chunk to look up or store. The engine has the chunks before it. `UNKNOWN_START` in
             a lookup of one path: the index knows what is before the first key.
         device: For a lookup of all groups: whether the device has each chunk, from the first on (a numpy array is
@@ -220,7 +221,7 @@ def _tally(tiers: Sources) -> Mapping[str, int]:
     return Counter(tiers)
 
 
-_MAPPINGS, _KEYS = (dict, Mapping), (list, tuple, Residency, Sequence)
+_MAPPINGS, _KEYS, _NUMBERS = (dict, Mapping), (list, tuple, Residency, Sequence), (float, int)
 """Built-in types first: to ask an abstract one takes three times as long."""
 
 
@@ -256,7 +257,7 @@ def check_distinct(keys: Sequence[Key]) -> None:
 
 def check_time(now: float) -> None:
     """Raise `CacheError` unless `now` is a finite number: time would not return from infinity."""
-    if not isinstance(now, int | float) or not math.isfinite(now):
+    if not isinstance(now, _NUMBERS) or not math.isfinite(now):
         raise CacheError(f"now: expected a finite number of seconds, got {now!r}")
 
 

@@ -145,7 +145,7 @@ class Gittins(EvictionPolicy):
             self._now = request
             if self._since >= max(_LEAST, self.slots // _SPAN):
                 self._begin_span()
-            when = self._ghosts.latest(keys)
+            when = self._ghosts.latest(keys) if keys else None
             if when is None and self._state[last]:
                 when = self._used[last]
             self._length = min(length.bit_length(), 31) << REQUEST
