@@ -416,6 +416,8 @@ def test_refused_chunks_advance_the_policy_as_uses_do() -> None:
     assert rows[0] != rows[1]  # each of these requests has ended a span
     assert Path(tier, 400, 150).admitted == 1
     tier.policy.begin(401, 1)
+    assert tier.policy._spans.row(400) == tier.policy._spans.row(401)
+    tier.policy.touch([LISTS])  # a span begins with its first use
     assert tier.policy._spans.row(400) != tier.policy._spans.row(401)
 
 

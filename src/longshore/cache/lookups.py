@@ -355,7 +355,8 @@ class Lookups:
         partial = None if prompt_tokens is None else self._state.partials.closest(keys, end, prompt_tokens, size)
         self._advance(call.now)
         request_number = self._set_request(call, keys, end)
-        remote, probes = 0, tuple[int, ...]()
+        remote: int = 0
+        probes: tuple[int, ...] = ()
         if self._remote.tiers:
             remote, probes = self._remote.known_after(keys, known, probe=call.probes_remote)
         if call.counts:

@@ -111,6 +111,8 @@ class Gittins(EvictionPolicy):
         of the last one was used, and what was named last."""
         self._since = self._new = 0
         """Uses since a span began, and until then since the last that was learned from."""
+        self._due = False
+        """Whether another span begins with the next use, or before the next eviction."""
         self._stale = True
         """Whether the lists must be ordered again before the next eviction."""
         self._filled = 0
@@ -143,8 +145,7 @@ class Gittins(EvictionPolicy):
             self._stale = True
         if request > self._now:
             self._now = request
-            if self._since >= max(_LEAST, self.slots // _SPAN):
-                self._begin_span()
+            self._due = self._since >= max(_LEAST, self.slots // _SPAN)
             when = self._ghosts.latest(keys) if keys else None
             if when is None and self._state[last]:
                 when = self._used[last]
@@ -188,6 +189,8 @@ class Gittins(EvictionPolicy):
 
     def _remember(self, keys: Keys, *, leaf: bool) -> None:
         """Record uses of `keys`, tail first, which are not in the policy, by the current request."""
+        if self._due:
+            self._begin_span()
         counts, states, when = np.array(self._use_new(keys, leaf=leaf)).T
         when, states = when.repeat(counts).astype(np.int32), states.repeat(counts).astype(np.uint32)
         self._forget(*self._ghosts.insert_all(keys, when, states))
@@ -205,6 +208,8 @@ class Gittins(EvictionPolicy):
 
     def _insert(self, nodes: Sequence[int], *, leaf: bool, continues: bool = False, copies: bool = False) -> None:
         check_new(self._state, nodes)
+        if self._due:
+            self._begin_span()
         if not continues:
             self._last = self._pause
         at, first = as_i32(nodes), 0
@@ -238,6 +243,8 @@ class Gittins(EvictionPolicy):
             check_in(self._state, nodes)
             if has_duplicates(nodes):
                 nodes = unique(nodes[::-1])[::-1]
+        if self._due:
+            self._begin_span()
         ends = self._alike(nodes)
         if len(ends) * FEW > len(nodes):  # most runs are short
             nodes = as_list(nodes)
@@ -522,7 +529,8 @@ class Gittins(EvictionPolicy):
             self._filled |= 1 << self._rank[which]
 
     def _begin_span(self) -> None:
-        """Begin another span with this request."""
+        """Begin another span with the last request."""
+        self._due = False
         self._new += self._since
         self._since = 0
         if len(self._hit_rates.events) >= max(_MOST, self.slots // _LEARNED):
@@ -534,6 +542,7 @@ class Gittins(EvictionPolicy):
             for kind in (after[first:end] != _EMPTY[first:end]).nonzero()[0].tolist():
                 which = first + kind
                 self._linked.move_to_end(int(after[which]), int(before[which]), older * KINDS + kind)
+        self._fresh = self._spans.row(self._request) * KINDS
         self._stale = True
 
     def _learn(self) -> None:
@@ -544,6 +553,8 @@ class Gittins(EvictionPolicy):
 
     def _rank_lists(self) -> None:
         """Order the lists by the hit-rate table, if it has changed."""
+        if self._due:
+            self._begin_span()
         if not self._stale:
             return
         self._stale = False
