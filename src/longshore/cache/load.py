@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from longshore.boundary import Addresses, Key, Section, Slots
 from longshore.cache.columns import as_i32, count_leading, i32_view, u8_view
-from longshore.cache.lookups import LeasedChunks, LeaseRecord, Leases
+from longshore.cache.lookups import LeaseRecord, Leases
 from longshore.cache.offload import Offloader
 from longshore.cache.pool import READY
 from longshore.cache.settings import PrefetchPolicy, timeout_of
@@ -65,8 +65,7 @@ class Loader:
 
     def load(
         self,
-        chunks: LeasedChunks,
-        keys: Sequence[Key],
+        lease: LeaseRecord,
         blocks: Sequence[int],
         skip: int,
         *,
@@ -74,15 +73,17 @@ class Loader:
         by_layer: bool = False,
         tokens: int | None = None,
     ) -> Load:
-        """Load the leading chunks of a leased path, `keys`, into device `blocks`, as far as the host tier has room.
+        """Load the leading chunks of a leased path into device `blocks`, as far as the host tier has room.
 
         `skip` blocks of the first chunk are left out, and of the last block all but `tokens` tokens. The load ends
         after `timeout` seconds.
         """
         state, per_chunk = self._state, self._transfers.settings.blocks_per_chunk
-        tail, leased = chunks.refs[0].node, len(chunks.positions)
-        first_block = chunks.positions[0] * per_chunk + skip
+        (chunks,) = lease.groups
+        keys, tail = chunks.keys[: -(-(skip + len(blocks)) // per_chunk)], chunks.refs[0].node
+        leased, first_block = len(chunks.positions), chunks.positions[0] * per_chunk + skip
         load, waiter = self._begin(timeout)
+        load.requests, load.first_group_chunks = [(lease.request, keys)], 0 if chunks.group else len(keys)
         index = state.index
         path = index.path(tail, leased)[leased - len(keys) :][::-1].tolist() if tail else index.loadable_nodes(keys)
         tiers, slots, in_host = self._claim(load, path, keys)

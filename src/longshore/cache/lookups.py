@@ -360,7 +360,8 @@ class Lookups:
         if self._remote.tiers:
             remote, probes = self._remote.known_after(keys, known, probe=call.probes_remote)
         if call.counts:
-            self._state.count_misses(keys, end, known, remote)
+            if end < len(keys):
+                self._state.count_misses(keys, end, known, remote)
             if self._state.log.on:
                 asked, found = tuple(keys), end - start
                 self._state.log.record(EventKind.REQUEST, request=call.request, keys=asked, start=start, length=found)

@@ -270,8 +270,8 @@ class TieredCache:
             self._device.check(())
             self._state.check_request_number(request_number)
             in_host = [self._lookups.in_host(path.chunks, group) for group, path in paths.items()]
-            if self._remote.tiers:
-                self._remote.found([key for keys, _ in in_host for key in keys])
+            for keys, _ in in_host:
+                self._remote.found(keys)
             lease_slots, pairs = self._loader.lease_slots, zip(paths, in_host, strict=True)
             jobs = tuple(
                 LoadJob(*lease_slots(*found, request_number, origins, is_first=not group, count=count))
@@ -303,10 +303,7 @@ class TieredCache:
         self._state.check_size_class([leased.refs[0].node], self.settings.size_class_of(group))
         self.settings.check_tokens(tokens, group)
         self._state.set_request(record.request_number)
-        wanted = leased.keys[:chunks]
-        record.load = self._loader.load(leased, wanted, ours, skip, timeout=timeout, by_layer=by_layer, tokens=tokens)
-        record.load.requests = [(record.request, wanted)]
-        record.load.first_group_chunks = 0 if group else chunks
+        record.load = self._loader.load(record, ours, skip, timeout=timeout, by_layer=by_layer, tokens=tokens)
         return self._scheduled(record.load, origins)
 
     def _copy_inside(self, copies: Mapping[int, DeviceCopy], blocks: Mapping[int, Sequence[int]]) -> ScheduledLoad:

@@ -169,8 +169,6 @@ class CacheState:
         The keys before `keys[known]` are in a tier or on their way into one; `remote` of the others are known to be
         in a remote tier. There may be orphans among them.
         """
-        if end == len(keys):
-            return
         misses = self.counters.misses
         if self.index.orphans:
             known = len(keys)
