@@ -58,6 +58,36 @@ def test_two_are_loaded_whole_at_once(engine: Engine) -> None:
     finish_whole(engine, requests)
 
 
+@pytest.mark.parametrize("first", [1, 1000], ids=["vLLM delays it", "the device has no room"])
+def test_waiting_requests_make_way_for_a_load_in_parts(engine: Engine, first: int) -> None:
+    """All that the second request needs is found, and fills host memory; vLLM begins its load after the first one.
+
+    It delays requests for chunks that another one loads, and those that have no room on the device.
+    """
+    engine.store(HOST_CHUNKS, first=first)
+    request, second = engine.request(CHUNKS), engine.request(HOST_CHUNKS, first=first)
+    assert engine.begin(request) == CHUNKS
+    for _ in range(3000):
+        if not engine.is_loading(request):
+            break
+        engine.scheduler.get_num_new_matched_tokens(second, 0)
+        engine.step()
+        time.sleep(0.001)
+    assert not engine.failed
+    assert engine.wrong(request, CHUNKS) == 0
+    engine.finish(request)
+    for _ in range(3000):
+        if found := engine.begin(second):
+            break
+        engine.step()
+        time.sleep(0.001)
+    assert found == HOST_CHUNKS
+    finish_load(engine, second)
+    assert engine.wrong(second, HOST_CHUNKS) == 0
+    engine.finish(second)
+    settled(engine)
+
+
 @pytest.mark.parametrize("engine", [1, 2], indirect=True, ids=["full attention", "a window"])
 def test_slots_return_when_the_last_rank_has_read_them(engine: Engine) -> None:
     request = engine.request(CHUNKS)

@@ -9,6 +9,7 @@ A load of more chunks than host memory has room for gets its slots in parts:
 The request waits, and vLLM continues with its steps, until the workers report the load: after its last part, or after
 one has failed. A load whose next chunks are lost, or do not arrive in time, is ended, and its request is recomputed.
 Each part gets its slots at once and gives them back without needing others, so loads do not wait for each other.
+Requests that vLLM does not load yet, although all their chunks are in host memory, make way for such a load.
 
 `RemoteFetches`: remote stores are probed once for the chunks of a request that no tier of this engine has, and those
 that a store has are fetched while the request waits:
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, takewhile
 from typing import TYPE_CHECKING
@@ -89,7 +90,11 @@ class RequestLoad:
 
 
 class LoadJobs:
-    """The loads of one engine, one of each request at most. Calls are made inside a batch of the runtime."""
+    """The loads of one engine, one of each request at most. Calls are made inside a batch of the runtime.
+
+    Attributes:
+        making_way: Requests for which nothing is prefetched while loads in parts are open, by name.
+    """
 
     def __init__(self, context: JobContext, validity: BlockValidity) -> None:
         self._context = context
@@ -98,6 +103,8 @@ class LoadJobs:
         self._validity = validity
         self._by_request: dict[str, RequestLoad] = {}
         self._new_parts: list[JobPart] = []
+        self._lacks_slots = False
+        self.making_way: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
         """Whether the workers load something for the request `name`."""
@@ -144,7 +151,7 @@ class LoadJobs:
         What is read into host memory for all loads together takes at most half of its slots, or one for each load. All
         chunks that are there anyway are leased at once: their slots are free again when they are copied.
         """
-        slots = self._context.slots
+        slots, self._lacks_slots = self._context.slots, False
         divided = [load for load in self._by_request.values() if load.pending]
         for load in divided:
             for ticket in [each for each in load.parts if self._reports.load_has_ended(each.number)]:
@@ -161,6 +168,8 @@ class LoadJobs:
                 del load.pending[: len(ahead) - len(rest)]
                 load.prefetched -= len(ahead) - len(rest)
                 self._new_parts.append(JobPart(load.first_ticket, self._lease_part(cache, load, ready)))
+            elif lease is not None and not load.parts:
+                self._lacks_slots |= residency(cache, [ahead[0][1]]).presences[0] is Presence.COLDER
             if load.prefetched <= 0 and load.prefetch_lease is not None:
                 cache.release(load.prefetch_lease)
                 load.prefetch_lease = None
@@ -168,6 +177,21 @@ class LoadJobs:
                 _release(cache, load)
             elif load.prefetch_lease is None:
                 self._prefetch(cache, load, max(1, slots // 2 // len(divided)))
+
+    def reclaim_slots(self, cache: TieredCache, requests: Iterable[RequestState]) -> None:
+        """Release the leases of `requests` that vLLM does not load yet, if a load in parts gets no slots.
+
+        vLLM delays a request whose chunks another one loads, and one that has no room on the device. Both may last
+        until the load in parts has ended; chunks that are evicted for it are prefetched again after that.
+        """
+        if not any(load.pending for load in self._by_request.values()):
+            self.making_way.clear()
+        elif self._lacks_slots:
+            for request in requests:
+                if request.leases and not request.waits and request.name not in self._by_request:
+                    self.making_way.add(request.name)
+                    request.release(cache)
+                    request.waiting_since = None
 
     def stop(self, cache: TieredCache, name: str, reason: MissReason = MissReason.CANCELLED) -> None:
         """No further part is sent for the request `name`: its pending chunks are misses, and the load has failed.

@@ -169,7 +169,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         origins = dict(zip(request.cache_keys(request.origins), request.origins.values(), strict=True))
         with self._runtime.batch() as cache:
             spec = self._load_jobs.begin(cache, name, request.number, paths, origins, in_parts=request.loads_in_parts)
-            self._release(request, cache)
+            request.release(cache)
         request.waiting_since = None
         return spec
 
@@ -237,7 +237,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         request = self._requests.get(req_context.req_id)
         if request is not None:
             with self._runtime.batch() as cache:
-                self._release(request, cache)
+                request.release(cache)
                 self._load_jobs.stop(cache, request.name)
                 mine = [key for key in request.computed_keys if self._computed_by.get(key) == request.name]
                 self._no_longer_computes(mine)
@@ -254,6 +254,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         with self._runtime.batch() as cache:
             if any(request.wanted for request in self._requests_of_step):
                 cache.end_step()  # loads of this step have leases by now; other chunks may be evicted
+            self._load_jobs.reclaim_slots(cache, self._requests.values())
             for request in self._requests_of_step:
                 self._prefetch(request, cache)
                 if self.peer_server is not None and request.hints.store and not request.finished:
@@ -310,7 +311,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """Clear the tiers but those to `keep`. Slots in flight stay reserved until the workers have reported them."""
         with self._runtime.batch() as cache:
             for request in self._requests.values():
-                self._release(request, cache)
+                request.release(cache)
             self._unreported += [(ticket, False) for ticket in self._load_jobs.end_all(cache)]
             self._unreported += [(ticket, True) for ticket in self._store_jobs.void_all()]
             cache.reset(keep=keep, weights=weights)
@@ -534,6 +535,8 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     def _prefetch(self, request: RequestState, cache: TieredCache) -> None:
         """Prefetch the chunks that `request` waits for, and lease those that are ready; leading chunks first."""
+        if request.name in self._load_jobs.making_way:
+            return
         if request.waits and request.waiting_since is None:
             request.waiting_since = self._runtime.clock()
         wanted = [key for key in request.wanted if key not in request.leased]
@@ -554,12 +557,6 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
                 request.leases.append(here.lease)
         request.leased.update(there)
         request.origins.update(dict.fromkeys(request.colder.intersection(there), FILE))
-
-    def _release(self, request: RequestState, cache: TieredCache) -> None:
-        for lease in request.leases:
-            cache.release(lease)
-        request.leases.clear()
-        request.leased.clear()
 
     def _no_longer_computes(self, keys: Iterable[Key]) -> None:
         for key in keys:

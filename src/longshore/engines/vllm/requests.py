@@ -247,6 +247,13 @@ class RequestState:
             self.refused_since = now
         return now - self.refused_since <= timeout
 
+    def release(self, cache: TieredCache) -> None:
+        """Release its leases."""
+        for lease in self.leases:
+            cache.release(lease)
+        self.leases.clear()
+        self.leased.clear()
+
     def drop_answers(self) -> None:
         """Drop the answers of this step."""
         self.answers, self.asked_keys, self.residency = {}, [], None
