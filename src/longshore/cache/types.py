@@ -300,6 +300,7 @@ class DropReason(enum.Enum):
     BACKPRESSURE = "backpressure"  # too many writes are in flight
     NO_PARENT = "no_parent"  # no tier has the chunk before it, and no slot was free
     WRITE_FAILED = "write_failed"  # the copy was attempted and did not succeed
+    CANCELLED = "cancelled"  # a reset, a change of weights or the engine cancelled the copy
     BELOW_THRESHOLD = "below_threshold"  # offered to host memory less often than `threshold`
     GENERATED = "generated"  # part of the answer, with the setting `prompt_only`
     PRIORITY = "priority"  # of a priority below `priority_floor`

@@ -205,6 +205,7 @@ VALUES: Mapping[tuple[str, str], Mapping[str, str]] = {
         "backpressure": "too many writes are in flight (`max_writes`), or no slot became free in time",
         "no_parent": "no tier has the chunk before it, and no slot was free",
         "write_failed": "the copy was attempted and did not succeed",
+        "cancelled": "a reset, a change of weights, a sleep or the engine cancelled the copy",
         "below_threshold": "offered to host memory less often than `threshold`",
         "generated": "part of the answer, with the setting `prompt_only`",
         "priority": "of a priority below `priority_floor`",

@@ -124,6 +124,8 @@ def test_a_reset_leaves_slots_alone_until_they_are_reported(rigs: Any) -> None:
     rig.copy_in(output.store_spec, [1, 2])
     rig.end_step()
     assert not rig.manager.has_pending_work()
+    drops = rig.cache.counters.drops["host"]
+    assert (drops[DropReason.CANCELLED], drops[DropReason.WRITE_FAILED]) == (2, 0)
     assert rig.store(new, [3, 4], other) == new
     rig.cache.check_integrity()
 
@@ -139,6 +141,7 @@ def test_reset_leaves_slots_alone_until_workers_have_flushed(rigs: Any) -> None:
     assert rig.store(new, [3, 4], rig.request("three", new)) == []
     rig.manager.on_reset_flushed()  # which vLLM 0.33 says when all workers have reported
     assert not rig.manager.has_pending_work()
+    assert rig.cache.counters.drops["host"][DropReason.CANCELLED] == 1
     assert rig.store(new, [3, 4], rig.request("four", new)) == new
     rig.cache.check_integrity()
 

@@ -31,7 +31,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from longshore.boundary import DEVICE, FILE, HOST, Key, Route, Slots
+from longshore.boundary import DEVICE, FILE, HOST, Key, Route, Slots, Status
 from longshore.cache import GroupKeys, MissReason, PrefetchPolicy, Presence, Protection, Residency, TieredCache
 from longshore.engines.vllm.connector import GilYield
 from longshore.engines.vllm.load_jobs import LoadJobs, RemoteFetches, load_limit, tiers_of
@@ -325,9 +325,9 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     def on_reset_flushed(self) -> None:
         """All jobs in flight at the last reset were reported: no worker uses their slots any more (vLLM 0.33)."""
         with self._runtime.batch() as cache:
-            for ticket, _ in self._unreported:
+            for ticket, is_store in self._unreported:
                 if ticket.number in self._open_at_reset:
-                    self._job_context.end(ticket, cache)
+                    self._job_context.end(ticket, cache, [Status.CANCELLED] * len(ticket.slots) if is_store else ())
         self._unreported = [each for each in self._unreported if each[0].number not in self._open_at_reset]
 
     # ------------------------------------------------------------------ watching

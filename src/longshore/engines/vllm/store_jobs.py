@@ -318,7 +318,8 @@ class StoreJobs:
         outcomes = self._context.reports.outcomes(ticket.number, ticket.slots)
         if not outcomes.all():
             return None
-        failure, is_void = self._context.failure(ticket), ticket.void or not self._validity.is_valid(ticket)
+        is_void = ticket.void or not self._validity.is_valid(ticket)
+        failure = Status.CANCELLED if is_void else self._context.failure(ticket)
         is_done, has_bug = (outcomes == DONE).all(axis=1), (outcomes == INTERNAL_ERROR).any(axis=1)
         statuses = [
             Status.INTERNAL_ERROR if bug else Status.OK if done and not is_void else failure
