@@ -104,7 +104,7 @@ _DEEP = [
     *("tests/runtime/test_tier_host_conformance.py", "tests/runtime/test_hosted_store.py"),
 ]
 """Tests of which `make test` takes samples: see `depth.deep`."""
-_SGLANG = [f"tests/engines/sglang/test_sglang_{name}.py" for name in ("pools", "shared", "storage")]
+_SGLANG = [f"tests/engines/sglang/test_sglang_{name}.py" for name in ("pools", "scope", "shared", "storage")]
 
 PARTS = (
     Part(
