@@ -74,6 +74,7 @@ def fetch_and_wait(
     Returns the store of each chunk that was ordered. `is_agreed`: the gate has said that all of `path` is to be
     fetched.
     """
+    deadline = runtime.clock() + timeout
     with runtime.batch() as cache:
         under_way = fetch(runtime, cache, path, context, chunk_tokens, is_agreed=is_agreed)
     names = under_way.names
@@ -81,7 +82,7 @@ def fetch_and_wait(
         with runtime.batch() as cache:
             more = fetch(runtime, cache, path, context, chunk_tokens, probe=False, is_agreed=is_agreed)
         under_way, names = (more if more.jobs else under_way), {**names, **more.names}
-    runtime.wait_jobs(under_way.jobs, timeout)
+    runtime.wait_jobs(under_way.jobs, deadline - runtime.clock())
     return names
 
 

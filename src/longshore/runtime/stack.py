@@ -158,12 +158,14 @@ class Stack:
         skip: int = 0,
         request: str | None = None,
         origins: Origins = None,
+        timeout: float | None = None,
     ) -> Callable[[], list[str]]:
-        """Begin `load_path`; the function that is returned waits for it, and returns the tiers.
+        """Begin `load_path`, for `timeout` seconds; the function that is returned waits for it, and returns the tiers.
 
         Copies from the host tier begin now. If chunks are in colder tiers, all copies begin when that is called.
         """
-        lease, per_chunk, timeout = found.lease, self.config.blocks_per_chunk, self.config.load_timeout
+        lease, per_chunk = found.lease, self.config.blocks_per_chunk
+        timeout = self.config.load_timeout if timeout is None else timeout
         if lease is None:
             return list
         with self.runtime.batch() as cache:
@@ -175,7 +177,7 @@ class Stack:
         ):  # room has to be made
             origins = {**dict(zip(path.keys[path.start :], tiers, strict=False)), **(origins or {})}
             found = found._replace(num_chunks=min(len(tiers), found.num_chunks))
-            return lambda: self._load_in_parts(found, path, blocks, on_job, skip, request, origins)
+            return lambda: self._load_in_parts(found, path, blocks, on_job, skip, request, origins, timeout)
         begin = functools.partial(self._schedule_load, lease, blocks, skip, on_job, origins, timeout)
         if not missing:
             begin()
@@ -190,9 +192,10 @@ class Stack:
         skip: int,
         request: str | None,
         origins: Origins,
+        timeout: float,
     ) -> list[str]:
         runtime, per_chunk, sources = self.runtime, self.config.blocks_per_chunk, list[str]()
-        deadline, number = runtime.clock() + self.config.load_timeout, found.request_number
+        deadline, number = runtime.clock() + timeout, found.request_number
         while len(sources) < found.num_chunks and (left := deadline - runtime.clock()) > 0:
             done, now, end = len(sources), runtime.clock(), min(found.num_chunks, len(sources) + self._part_chunks)
             part = GroupKeys(path.keys[: path.start + end], path.start + done)

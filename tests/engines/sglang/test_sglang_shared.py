@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,8 @@ from storage_kit import PAGE, Rig, look_up, names
 
 from longshore.boundary import HOST, REMOTE
 from longshore.cache import Run
+from longshore.engines.sglang import storage
+from longshore.runtime.stack import Stack
 
 Rigs = Callable[..., Rig]
 KEYS = names(8)
@@ -192,3 +197,46 @@ def test_what_is_kept_of_look_ups_is_bounded(shared: Callable[..., Rig], monkeyp
         rig.exists(longest)
     assert kept() == 5000
     assert all(bytes.fromhex(longest[at]) in rig.storage._asked for at in range(0, 5000, 128))
+
+
+@pytest.mark.parametrize("hung", [("store",), ("files",), ("store", "files")], ids="+".join)
+def test_one_deadline_for_files_and_stores(
+    shared: Callable[..., Rig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hung: tuple[str, ...]
+) -> None:
+    """Files give what they have, however long a store takes."""
+    settings = {"size": "16MiB", "file_path": str(tmp_path / "other"), "gate": False}
+    held = shared().store(KEYS, range(8))
+    first = shared(**settings)
+    first.store(KEYS[:4], range(4))
+    first.close()
+    rig = shared(**settings, load_timeout=3)
+    with look_up(None):
+        assert rig.exists(KEYS) == 8
+    ends: list[float] = []
+    clock = rig.storage._kv.runtime.clock
+    start_load, fetch_and_wait = Stack.start_load, storage.fetch_and_wait
+
+    def timed_load(*arguments: Any, timeout: float | None = None, **named: Any) -> Any:
+        ends.append(clock() + (3.0 if timeout is None else timeout))
+        return start_load(*arguments, timeout=timeout, **named)
+
+    def timed_fetch(runtime: Any, path: Any, context: int, size: int, timeout: float, **named: Any) -> Any:
+        ends.append(clock() + timeout)
+        return fetch_and_wait(runtime, path, context, size, timeout, **named)
+
+    monkeypatch.setattr(Stack, "start_load", timed_load)
+    monkeypatch.setattr(storage, "fetch_and_wait", timed_fetch)
+    stack = rig.storage._kv.stack
+    tiers = {"store": stack.remote[0], "files": stack.file}
+    pids = [tiers[name]._supervisor.process.pid for name in hung]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    begun = clock()
+    try:
+        found = sum(rig.get(KEYS, range(20, 28)))
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+    assert found == (0 if "files" in hung else 4)
+    assert torch.equal(rig.read(range(20, 28))[:found], held[:found])
+    assert max(ends) < begun + 4.5  # and not two waits of `load_timeout`

@@ -272,25 +272,27 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         pages, runtime, done = self._kv.pages.pages(indices, len(keys)), self._runtime, 0
         with self._lock:
             asked = self._asked.get(keys[0], _LookedUp())
-        deadline = runtime.clock() + self.settings.load_timeout
+        deadline, has_fetched = runtime.clock() + self.settings.load_timeout, False
         while done < len(keys) and (left := deadline - runtime.clock()) > 0:
             if asked.path is None:
                 part = GroupKeys(keys, UNKNOWN_START)
             else:
                 first = asked.path.start
                 path = [*asked.path.keys[:first], *keys]  # of another prompt the look-up may be, which begins alike
-                part, size = GroupKeys(path, first + done), self._kv.pages.page_size
-                fetch_and_wait(runtime, part, part.start * size, size, left, is_agreed=True)  # by `count_fetchable`
-            loaded = self._load_part(part, pages[done:], asked.request_number)
+                part = GroupKeys(path, first + done)
+            loaded = self._load_part(part, pages[done:], asked.request_number, left)
             done += loaded
-            if not loaded or asked.path is None:
+            if asked.path is None or (has_fetched and not loaded):
                 break
+            if has_fetched := not loaded:  # our tiers first, so that no store takes the time that files need
+                size, left = self._kv.pages.page_size, deadline - runtime.clock()
+                fetch_and_wait(runtime, part, part.start * size, size, left, is_agreed=True)  # by `count_fetchable`
         if self._kv.staging is not None and runtime.clock() >= deadline:
             self._kv.no_wait_until = deadline + self.settings.load_timeout
         return 0 if self._why_off else done
 
-    def _load_part(self, part: GroupKeys, pages: Sequence[int], request_number: int | None) -> int:
-        """Fill `pages` with what leads of `part` and our tiers have; how many that are."""
+    def _load_part(self, part: GroupKeys, pages: Sequence[int], request_number: int | None, timeout: float) -> int:
+        """Fill `pages` with what leads of `part` and our tiers have, in `timeout` seconds; how many that are."""
         jobs, runtime = list[int](), self._runtime
         with runtime.batch() as cache:
             found = cache.lookup(
@@ -302,7 +304,9 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
             part = GroupKeys([*found.ancestor_keys, *part.keys], len(found.ancestor_keys))
         try:
             mine = pages[: found.num_chunks]
-            return len(self._kv.stack.load_path(found, part, mine, lambda job, blocks: jobs.append(job)))
+            return len(
+                self._kv.stack.start_load(found, part, mine, lambda job, blocks: jobs.append(job), timeout=timeout)()
+            )
         finally:
             with contextlib.suppress(LongshoreError), runtime.batch() as cache:
                 cache.release(found.lease)
