@@ -38,6 +38,9 @@ def test_printed_flags_are_read_back_as_they_were_given(tmp_path: Path, monkeypa
     assert config.load_timeout == 2.5
 
 
+FILES = ["--file-path", "here", "--file-size", "1MiB"]
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
@@ -56,6 +59,16 @@ def test_printed_flags_are_read_back_as_they_were_given(tmp_path: Path, monkeypa
         (["--file-path", "here", "--file-size", "1MiB", "--sglang", "gate=false"], "--set gate=false"),
         (["--file-path", "here", "--file-size", "1MiB", "--sglang", "interface_v1=0"], "interface_v1"),
         (["--file-path", "here", "--file-size", "1MiB", "--sglang", "prefetch_threshold=64tokens"], "whole number"),
+        ([*FILES, "--sglang", "prefetch_threshold=-1"], "prefetch_threshold = -1: expected a whole number, 1 or more"),
+        ([*FILES, "--sglang", "prefetch_threshold=0"], "1 or more"),
+        (
+            [*FILES, "--sglang", "prefetch_timeout_base=-0.5"],
+            "prefetch_timeout_base = -0.5: expected a finite number, 0 or more",
+        ),
+        ([*FILES, "--sglang", "prefetch_timeout_per_ki_token=-1"], "0 or more"),
+        ([*FILES, "--sglang", "prefetch_timeout_base=NaN"], "expected a finite number"),
+        ([*FILES, "--sglang", "allocator=mooncake"], "allocator = 'mooncake': expected 'default' or 'shm'"),
+        ([*FILES, "--sglang", "prefetch_timeout_base=Infinity"], "expected a finite number"),
     ],
 )
 def test_what_cannot_be_is_refused(

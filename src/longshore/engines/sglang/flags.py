@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,12 @@ _OF_SGLANG: Mapping[str, tuple[type, ...]] = {
 }
 """Keys of the extra configuration that may be set beside ours, and their types."""
 
+_LEAST = {"prefetch_threshold": 1, "prefetch_timeout_base": 0, "prefetch_timeout_per_ki_token": 0}
+"""The least values of these, which SGLang does not check."""
+
+_ALLOCATORS = ("default", "shm")
+"""What SGLang tells apart with a back end of ours: any other text is its default, too."""
+
 _BACKEND = {
     "backend_name": "longshore",
     "module_path": "longshore.engines.sglang.storage",
@@ -90,6 +97,12 @@ def check_theirs(theirs: Mapping[str, object]) -> None:
         if not isinstance(value, _OF_SGLANG[key]) or isinstance(value, bool):
             kind = {int: "a whole number", float: "a number", str: "text"}[_OF_SGLANG[key][-1]]
             raise ConfigError(f"{key} = {value!r}: expected {kind}")
+        if isinstance(value, str):
+            if value not in _ALLOCATORS:
+                raise ConfigError(f"{key} = {value!r}: expected {' or '.join(map(repr, _ALLOCATORS))}")
+        elif isinstance(value, int | float) and not _LEAST[key] <= value < math.inf:
+            kind = "a whole number" if _OF_SGLANG[key] == (int,) else "a finite number"
+            raise ConfigError(f"{key} = {value!r}: expected {kind}, {_LEAST[key]} or more")
 
 
 def read(extra: Mapping[str, Any], replica: str, replicas: int) -> Config:
