@@ -111,5 +111,15 @@ def test_weights_beside_a_file_count_where_it_stands_for_them(
 
 
 def test_a_missing_path_of_weights_is_refused_by_name(rigs: Rigs, tmp_path: Path) -> None:
+    gone = str(tmp_path / "gone")
     with pytest.raises(EngineError, match=r"^kt_weight_path is .*gone: no such file or directory"):
-        rigs(told={"kt_weight_path": str(tmp_path / "gone")})
+        rigs(told={"kt_weight_path": gone})
+    with pytest.raises(EngineError, match=r"^quantization_param_path is .*gone: no such file or directory"):
+        rigs(told={"quantization_param_path": gone, "kv_cache_dtype": "fp8_e4m3"})
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8_e5m2"])
+def test_missing_scales_that_sglang_does_not_read_are_served(rigs: Rigs, tmp_path: Path, dtype: str) -> None:
+    """`load_kv_cache_scales` of SGLang reads them for `fp8_e4m3` alone."""
+    told = {"quantization_param_path": str(tmp_path / "gone"), "kv_cache_dtype": dtype}
+    assert rigs(told=told).exists(KEYS) == 0

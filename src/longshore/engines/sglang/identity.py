@@ -40,7 +40,10 @@ _NAME_FILES = ("_path", "_file", "_config")
 """Ends of the names of settings that may name a file or a directory, which then counts by its bytes, too."""
 
 _IS_PATH = "_path"
-"""End of the names of those that are a path and nothing else, of weights or scales: it must exist."""
+"""End of the names of those that are a path and nothing else, of weights or scales: if it is read, it must exist."""
+
+_READ_WITH = {"quantization_param_path": ("kv_cache_dtype", "fp8_e4m3")}
+"""The setting, and its value, with which alone SGLang reads such a path (`load_kv_cache_scales`)."""
 
 _WITH_NEIGHBOURS = frozenset({"kt_weight_path", "modelopt_checkpoint_restore_path"})
 """Of these, if they are a file, weights beside it count: ktransformers reads the whole directory of a file."""
@@ -147,9 +150,17 @@ def _weights(told: dict[str, Any], memo: Path | None) -> str:
             continue
         if os.path.exists(value):  # noqa: PTH110 - takes any text
             (paths if name in _WITH_NEIGHBOURS else alone).append(Path(value))
-        elif name.endswith(_IS_PATH):
+        elif name.endswith(_IS_PATH) and _is_read(name, told):
             raise EngineError(f"{name} is {value}: no such file or directory, so what is loaded cannot be identified")
     return weights_digest(paths, process_began(), memo, alone)
+
+
+def _is_read(name: str, told: dict[str, Any]) -> bool:
+    """Whether SGLang reads the path that this setting has."""
+    if name not in _READ_WITH:
+        return True
+    setting, value = _READ_WITH[name]
+    return bool(told.get(setting) == value)
 
 
 def _numeric(told: dict[str, Any]) -> dict[str, Any]:
