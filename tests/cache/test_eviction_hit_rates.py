@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longshore.cache.eviction_policies.ghosts import GhostList
 from longshore.cache.eviction_policies.hit_rates import (
     AGAIN,
     AGE_BEGINS,
@@ -32,12 +33,12 @@ from longshore.cache.eviction_policies.hit_rates import (
     ROWS,
     SHARED,
     WEIGHTS,
-    GhostList,
     HitRates,
     ReuseHint,
     ReuseHints,
     Spans,
     sooner,
+    window,
 )
 
 WIDTHS = np.diff([*AGE_BEGINS, 2 * OLDEST]).tolist()
@@ -188,16 +189,22 @@ def test_batch_that_leaves_or_returns_equals_one_by_one(limit: int, most: int) -
 # ---------------------------------------------------------------------- hints
 
 
-def test_new_hint_promises_what_chunks_used_alike_do() -> None:
-    """Nothing has been seen of `ends`: its kinds come back as often as chunks of as many uses and such a gap."""
+def test_new_hint_counts_in_the_time_that_it_says() -> None:
+    """Nothing has been seen of a hint: chunks with it are taken to come back as those used alike, or twice as often."""
     rates, once, twice = HitRates(), 8 * 2, 8 * 3 + 1
     rates._reached[KIND_OF[once], :8] = 9e6  # and did not come back
     rates._reached[KIND_OF[twice], 1:8] = 1e6
-    rates._back[KIND_OF[twice], 7] = 0.4e6
+    rates._back[KIND_OF[twice], 3:8] = 0.4e6
     rates.add_hints()
-    plain, hinted = (rates.chances()[KIND_OF[how]] for how in (twice, ENDS << HINT | twice))
-    assert hinted == pytest.approx(plain, abs=0.001)
-    assert hinted[7] == pytest.approx(0.4, abs=0.001)
+    hints = (0, CLASS, ENDS, BACK + 1, SHARED)  # the last two: in 4 to 15 requests, which are ages 4 to 7
+    plain, of_class, ends, back, shared = (rates.chances()[KIND_OF[hint << HINT | twice]] for hint in hints)
+    assert plain[3:8] == pytest.approx([0.4] * 5, abs=0.001)
+    assert of_class[:8] == pytest.approx(plain[:8], abs=0.001)
+    assert ends[:8] == pytest.approx(plain[:8], abs=0.001)
+    assert back[3:8] == pytest.approx([0.4, 0.8, 0.8, 0.8, 0.8], abs=0.001)
+    assert back[8:] == pytest.approx(plain[8:], abs=0.001)
+    assert shared == pytest.approx(back)
+    assert [window(hint)[0] for hint in range(BACK, CLASS)] == [0, 4, 16, 64, 256, 1024]
 
 
 def test_hint_seen_on_other_chunks_tells_of_all_with_it() -> None:

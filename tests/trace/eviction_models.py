@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from longshore.cache.eviction_policies.ghosts import GhostList
 from longshore.cache.eviction_policies.hit_rates import (
     AGAIN,
     AGE_OF,
@@ -23,7 +24,6 @@ from longshore.cache.eviction_policies.hit_rates import (
     REQUEST,
     RETURNED,
     USES,
-    GhostList,
     HitRates,
     Spans,
 )

@@ -39,6 +39,7 @@ from longshore.cache.columns import (
     unique,
 )
 from longshore.cache.eviction_policies.base import EvictionPolicy, NodeKeys
+from longshore.cache.eviction_policies.ghosts import GhostList, Keys
 from longshore.cache.eviction_policies.hit_rates import (
     AGAIN,
     AGE_OF,
@@ -61,9 +62,7 @@ from longshore.cache.eviction_policies.hit_rates import (
     RETURNED,
     STATE,
     USES,
-    GhostList,
     HitRates,
-    Keys,
     Spans,
     sooner,
 )
