@@ -12,8 +12,9 @@ What reached an age is what ended at it or later, by a use or because it was for
 little is known of a kind, its chance is that of all chunks of as many uses, and where little is known of these, that of
 all. Where little is known of a kind with a hint, its chance is that of all chunks used like it, whatever their hints,
 times what the hint says at this age: how many chunks with it came back, of how many would have by their uses alone.
-Where little is known of a hint that says when, chunks with it are taken to come back twice as often then. Of two kinds
-with the same gap and hint the one with more uses never promises less: it stands before the other in prompts.
+Where little is known of a hint, it counts a little: chunks with it are taken to come back twice as often in the time
+that it says, and less often before that and after `ends`. Of two kinds with the same gap and hint the one with more
+uses never promises less: it stands before the other in prompts.
 """
 
 from __future__ import annotations
@@ -106,12 +107,13 @@ class ReuseHints:
 def window(hint: int) -> tuple[float, float]:
     """From how many requests after their last use on chunks with this hint are to come back, and until when.
 
-    Both are 0 for hints that do not say it.
+    Both are infinite for `ends`, and 0 for a class, which does not say it.
     """
-    place = hint - BACK if hint < CLASS else hint - SHARED + 1
-    if hint < BACK or CLASS <= hint < SHARED:
+    if hint == ENDS:
+        return math.inf, math.inf
+    if CLASS <= hint < SHARED:
         return 0, 0
-    ends = [0, *_WITHIN, math.inf]
+    place, ends = hint - BACK if hint < CLASS else hint - SHARED + 1, [0, *_WITHIN, math.inf]
     return ends[place], ends[place + 1]
 
 
@@ -284,10 +286,13 @@ for _how in range(8, 8 * (MOST_USES + 2)):
     _AS_HINTED[KIND_OF[1 << HINT | _how] - PLAIN, KIND_OF[_how]] = 1
 
 _SAID = np.array(
-    [[2.0 if since <= age < until else 1.0 for age in AGE_BEGINS] for since, until in map(window, range(1, HINTS))]
+    [
+        [0.7 if age < since else 2.0 if age < until else 1.0 for age in AGE_BEGINS]
+        for since, until in map(window, range(1, HINTS))
+    ]
 )
 """How many times as often chunks of each hint are taken to come back at each age as others used alike, before anything
-is known of the hint. To take `ends` at its word, too, costs hits where a third of the hints are wrong."""
+is known of the hint. Factors farther from 1 cost hits where a third of the hints are wrong."""
 
 BECAME, FORGOTTEN, RETURNED = 0, 1 << 24, 3 << 24
 _AGE, _ENDED, _BACK, _WHEN = 19, 24, 25, 26
