@@ -202,7 +202,7 @@ class Reading(Remote):
         for hold, model in self.holds.items():
             progress = self.cache.progress(hold)
             if model.has_load:
-                assert progress == (model.outcome is not None, model.outcome, ())
+                assert progress == (model.outcome is not None, model.outcome, (), False)
                 continue
             patient = model.patient and self.now < model.reading_until
             reads = any(job in self.jobs for job in model.reading)

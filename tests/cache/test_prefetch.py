@@ -126,7 +126,7 @@ def test_what_the_cache_prefetches_by_is_a_setting() -> None:
     cache.apply_results((), 2.5)
     assert not cache.progress(hold).is_over
     cache.apply_results((), 3.0)
-    assert cache.progress(hold) == (True, None, (Run(FILE, 1),))
+    assert cache.progress(hold) == (True, None, (Run(FILE, 1),), False)
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, math.nan, math.inf, "1"])
@@ -361,8 +361,12 @@ def test_prefetches_that_do_not_fit_together_take_turns() -> None:
     world.prefetch(first, PrefetchPolicy.WAIT)
     assert world.discard("z", HOST) == 1
     assert world.prefetch(second, PrefetchPolicy.WAIT) == (), "what comes free is for the first"
+    lacks_room = [(world.cache.progress(first).lacks_room, world.cache.progress(second).lacks_room)]
     while world.jobs:
         step(world)
+        lacks_room.append((world.cache.progress(first).lacks_room, world.cache.progress(second).lacks_room))
+    assert (True, True) not in lacks_room[1:], "the first waits for its reads by then"
+    assert lacks_room[-1] == (False, True)
     assert (prefetched(world, first), prefetched(world, second)) == (3, None)
     world.stored("v", before_eviction=True)
     assert prefetched(world, first) == 3, "a store takes what the prefetches left"

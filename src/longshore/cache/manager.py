@@ -326,8 +326,8 @@ class TieredCache:
         record = self._leases.get(of)
         if record.load is not None:
             return Progress(record.load.outcome is not None, record.load.outcome)
-        if self._prefetcher.is_waiting(record):
-            return Progress(is_over=False)
+        if record.prefetch is not None and self._prefetcher.is_waiting(record):
+            return Progress(is_over=False, lacks_room=record.prefetch.lacks_room and not record.prefetch.jobs)
         return Progress(is_over=True, runs=self._state.runs(record.nodes(self._state.index)))
 
     def release(self, what: Lease | int) -> None:

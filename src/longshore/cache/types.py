@@ -167,11 +167,13 @@ class Progress(NamedTuple):
         outcome: The outcome of the load of a lease.
         runs: For a lease without a load whose prefetch is over: where its chunks are, as runs by the warmest tier;
             chunks removed since are left out.
+        lacks_room: Whether the prefetch of a lease waits for room in the host tier, and for nothing else.
     """
 
     is_over: bool
     outcome: Outcome | None = None
     runs: tuple[Run, ...] = ()
+    lacks_room: bool = False
 
     def leading(self, tier: str) -> int:
         """The number of leading chunks that are in `tier`."""

@@ -93,7 +93,7 @@ class LoadJobs:
     """The loads of one engine, one of each request at most. Calls are made inside a batch of the runtime.
 
     Attributes:
-        making_way: Requests for which nothing is prefetched while loads in parts are open, by name.
+        making_way: Requests for which nothing is prefetched until the loads that lacked slots have ended, by name.
     """
 
     def __init__(self, context: JobContext, validity: BlockValidity) -> None:
@@ -103,7 +103,9 @@ class LoadJobs:
         self._validity = validity
         self._by_request: dict[str, RequestLoad] = {}
         self._new_parts: list[JobPart] = []
-        self._lacks_slots = False
+        self._lack_slots: set[str] = set()
+        self._lacked_slots: set[str] = set()
+        """Requests whose load gets no slots now, and those of open loads that have got none before."""
         self.making_way: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
@@ -151,7 +153,8 @@ class LoadJobs:
         What is read into host memory for all loads together takes at most half of its slots, or one for each load. All
         chunks that are there anyway are leased at once: their slots are free again when they are copied.
         """
-        slots, self._lacks_slots = self._context.slots, False
+        slots = self._context.slots
+        self._lack_slots.clear()
         divided = [load for load in self._by_request.values() if load.pending]
         for load in divided:
             for ticket in [each for each in load.parts if self._reports.load_has_ended(each.number)]:
@@ -159,7 +162,8 @@ class LoadJobs:
                 load.parts.remove(ticket)
                 self._context.end(ticket, cache)
             ahead, lease = load.pending[:slots], load.prefetch_lease
-            is_late = lease is not None and cache.progress(lease).is_over
+            prefetch = None if lease is None else cache.progress(lease)
+            is_late = prefetch is not None and prefetch.is_over
             ready, rest = _ready(cache, _by_group(ahead))
             if load.failed or (is_late and not ready):
                 self.stop(cache, load.name, MissReason.AFTER_MISS if load.failed else MissReason.DEADLINE)
@@ -168,8 +172,8 @@ class LoadJobs:
                 del load.pending[: len(ahead) - len(rest)]
                 load.prefetched -= len(ahead) - len(rest)
                 self._new_parts.append(JobPart(load.first_ticket, self._lease_part(cache, load, ready)))
-            elif lease is not None and not load.parts:
-                self._lacks_slots |= residency(cache, [ahead[0][1]]).presences[0] is Presence.COLDER
+            elif prefetch is not None and prefetch.lacks_room and not load.parts:
+                self._lack_slots.add(load.name)
             if load.prefetched <= 0 and load.prefetch_lease is not None:
                 cache.release(load.prefetch_lease)
                 load.prefetch_lease = None
@@ -182,16 +186,20 @@ class LoadJobs:
         """Release the leases of `requests` that vLLM does not load yet, if a load in parts gets no slots.
 
         vLLM delays a request whose chunks another one loads, and one that has no room on the device. Both may last
-        until the load in parts has ended; chunks that are evicted for it are prefetched again after that.
+        until the load in parts has ended; chunks that are evicted for it are prefetched again after that. If there is
+        no such request, those that wait for their own chunks make way.
         """
-        if not any(load.pending for load in self._by_request.values()):
+        self._lacked_slots |= self._lack_slots
+        self._lacked_slots &= {load.name for load in self._by_request.values() if load.pending}
+        if not self._lacked_slots:
             self.making_way.clear()
-        elif self._lacks_slots:
-            for request in requests:
-                if request.leases and not request.waits and request.name not in self._by_request:
-                    self.making_way.add(request.name)
-                    request.release(cache)
-                    request.waiting_since = None
+        if not self._lack_slots:
+            return
+        idle = [request for request in requests if request.leases and request.name not in self._by_request]
+        for request in [each for each in idle if not each.waits] or idle:
+            self.making_way.add(request.name)
+            request.release(cache)
+            request.waiting_since = None
 
     def stop(self, cache: TieredCache, name: str, reason: MissReason = MissReason.CANCELLED) -> None:
         """No further part is sent for the request `name`: its pending chunks are misses, and the load has failed.
