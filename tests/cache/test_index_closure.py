@@ -7,7 +7,7 @@ from cache_kit import Setup, chunks, key, lookup, path_of, store
 from cache_model import World
 
 from longshore.boundary import FILE, HOST, Status, TransferResult
-from longshore.cache import CacheSettings, GroupKeys, TieredCache, TierSpec
+from longshore.cache import CacheSettings, GroupKeys, Protection, TieredCache, TierSpec
 from longshore.cache.index import Index
 from longshore.cache.nodes import ROOT
 from longshore.cache.pool import SlotPool
@@ -163,6 +163,18 @@ def test_keys_of_a_path_are_located_as_each_by_itself() -> None:
         [],
     ):
         assert index.locate(keys).tolist() == [index.get(each) for each in keys]
+
+
+@pytest.mark.parametrize("wrong", ["x" * 32, bytearray(32), 7, None])
+def test_key_that_is_not_bytes_is_refused_in_a_path(wrong: object) -> None:
+    keys = [bytes([position]) * 32 for position in range(1, 101)]
+    cache = TieredCache([TierSpec(HOST, 100)], CacheSettings(max_writes=100))
+    offload = store(cache, keys, range(100))
+    cache.apply_results([TransferResult(offload.job, (Status.OK,) * 100)], 0.0)
+    keys[50] = bytearray(keys[50]) if isinstance(wrong, bytearray) else wrong  # type: ignore[call-overload]
+    for protect in Protection:
+        with pytest.raises(CacheError, match="expected a key"):
+            cache.lookup({0: GroupKeys(keys)}, 0.0, protect=protect, independent=True)
 
 
 def index_of(*tiers: int) -> Index:

@@ -377,4 +377,10 @@ def test_lease_is_on_the_keys_of_its_lookup() -> None:
         with pytest.raises(LeaseError, match="have changed since"):
             cache.load(lease, {0: range(4)})
         cache.release(lease)
+    asked = list(keys)
+    lease = lookup(cache, asked, 0.0).lease
+    cache.reset()
+    asked[:] = chunks("wxyz")
+    with pytest.raises(LeaseError, match="have changed since"):
+        cache.load(lease, {0: range(4)})
     cache.check_integrity()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from cache_kit import Setup, key
+from cache_kit import Setup, chunks, key, store
 from cache_model import World
 from test_recovery_and_reset import load
 
-from longshore.boundary import FILE, HOST, Cancel, Reset, Status
-from longshore.cache import MissReason
+from longshore.boundary import FILE, HOST, Cancel, Reset, Status, Transfer, TransferResult
+from longshore.cache import CacheSettings, DropReason, MissReason, TieredCache, TierSpec, WritePolicy
 from longshore.errors import CacheError
 from residents import residents_of
 
@@ -126,3 +126,20 @@ def test_what_was_peeked_at_is_let_go_of() -> None:
     assert world.cache.leases == world.cache.protected == 0
     assert world.where("a") == {HOST: "ready", FILE: "ready"}
     world.drain()
+
+
+def test_copies_that_a_reset_cancels_are_no_failed_writes() -> None:
+    keys = chunks("abcd")
+    tiers = [TierSpec(HOST, 8), TierSpec(FILE, 8)]
+    cache = TieredCache(tiers, CacheSettings(max_writes=8, backup=WritePolicy.THROUGH), remote=("store",))
+    offload = store(cache, keys, range(4))
+    cache.take_commands()
+    cache.apply_results([TransferResult(offload.job, (Status.OK,) * 4)], 0.0)
+    copies = [command for command in cache.take_commands() if isinstance(command, Transfer)]
+    assert {copy.route.destination for copy in copies} == {FILE, "store"}
+    cache.reset(keep=(FILE,))
+    cache.apply_results([TransferResult(copy.job, (Status.CANCELLED,) * len(copy.items)) for copy in copies], 0.0)
+    for tier in (FILE, "store"):
+        drops = cache.counters.drops[tier]
+        assert drops[DropReason.CANCELLED] and not drops[DropReason.WRITE_FAILED]
+    cache.check_integrity()

@@ -144,7 +144,8 @@ class Index(Nodes):
                 high = middle
             middle = (low + high) // 2
         path = self.path(find(keys[low - 1]), low)[::-1] if low else as_i32(())
-        if len(path) < low or not self.key.are(path, keys if low == len(keys) else keys[:low]):
+        ours = keys if low == len(keys) else keys[:low]
+        if len(path) < low or not set(map(type, ours)) <= {bytes} or not self.key.are(path, ours):
             return self.key.find_all(keys)
         return path if low == len(keys) else np.concatenate([path, self.key.find_all(keys[low:])])
 

@@ -65,6 +65,10 @@ class LeasedChunks:
     group: int = 0
     independent: bool = field(default=False, kw_only=True)
     blocks: int = field(default=0, kw_only=True)
+    _last: Key = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._last = self.path[self.positions[-1]]
 
     @property
     def keys(self) -> Sequence[Key]:
@@ -73,10 +77,10 @@ class LeasedChunks:
             return self.path[self.positions.start : self.positions.stop]
         return [self.path[position] for position in self.positions]
 
-    def check_unchanged(self, index: Index) -> None:
+    def check_unchanged(self) -> None:
         """Raise `LeaseError` if the last key is another one than when it was looked up."""
         last = self.positions[-1]
-        if (node := self.refs[-1].node) and (len(self.path) <= last or self.path[last] != index.key[node]):
+        if len(self.path) <= last or self.path[last] != self._last:
             raise LeaseError(
                 "the keys that were looked up have changed since: pass a list that nothing is removed from"
             )
@@ -162,7 +166,7 @@ class Leases:
         if record.load is not None:
             raise LeaseError(f"lease {lease.id} was loaded before; a lease serves one load")
         for chunks in record.groups:
-            chunks.check_unchanged(self._state.index)
+            chunks.check_unchanged()
         return record
 
     def release(self, lease: Lease) -> None:

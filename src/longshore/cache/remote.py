@@ -474,7 +474,7 @@ class RemoteTiers:
                     self._state.counters.misses[MissReason.AFTER_MISS] += missed and item.parent is not None
                 elif storing:
                     tier.forget(item.key)
-                    self._count_drop(tier, 1, DropReason.WRITE_FAILED)
+                    self._count_drop(tier, 1, DropReason.of(status))
                 else:
                     tier.forget(item.key)
                     self._state.counters.misses[MissReason.of(status)] += 1

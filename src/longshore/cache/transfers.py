@@ -549,8 +549,7 @@ class Transfers:
         if writing:
             if status is Status.TIER_OFF:
                 self.rejecting_tiers.add(tier)
-            is_cancelled = status is Status.CANCELLED
-            self.count_drop(tier, 1, DropReason.CANCELLED if is_cancelled else DropReason.WRITE_FAILED)
+            self.count_drop(tier, 1, DropReason.of(status))
             node = state.pools[tier].node[slot]
             if tier and node:  # a warmer tier has it as well
                 state.backup_failed(node)

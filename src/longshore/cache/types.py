@@ -310,6 +310,11 @@ class DropReason(enum.Enum):
     RATE_LIMIT = "rate_limit"  # more bytes per second than the write rule allows
     TIER_OFF = "tier_off"  # the tier is disabled or read-only
 
+    @classmethod
+    def of(cls, status: Status) -> DropReason:
+        """Why a copy is dropped that ended with `status`."""
+        return cls.CANCELLED if status is Status.CANCELLED else cls.WRITE_FAILED
+
 
 class Answer(enum.Enum):
     """Answer of a remote tier to a probe. Complete: there is no "other"."""

@@ -88,6 +88,24 @@ def test_waiting_requests_make_way_for_a_load_in_parts(engine: Engine, first: in
     settled(engine)
 
 
+def test_request_that_makes_way_is_answered_at_its_deadline(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads lack slots one after the other, and it has to make way for all of them."""
+    engine.store(HOST_CHUNKS, first=1000)
+    jobs = engine.manager._load_jobs
+    first, second = engine.request(CHUNKS), engine.request(HOST_CHUNKS, first=1000)
+    assert engine.begin(first) == CHUNKS
+    monkeypatch.setattr(jobs, "reclaim_slots", lambda cache, requests: None)
+    jobs.making_way.add(engine.manager._requests[second.request_id].name)
+    assert engine.scheduler.get_num_new_matched_tokens(second, 0)[0] is None
+    until = time.monotonic() + 60
+    while engine.scheduler.get_num_new_matched_tokens(second, 0)[0] is None:
+        assert time.monotonic() < until
+        engine.step()
+        time.sleep(0.01)
+    engine.finish(second)
+    assert not jobs.making_way
+
+
 @pytest.mark.parametrize("engine", [1, 2], indirect=True, ids=["full attention", "a window"])
 def test_slots_return_when_the_last_rank_has_read_them(engine: Engine) -> None:
     request = engine.request(CHUNKS)

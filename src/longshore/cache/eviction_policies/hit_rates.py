@@ -39,7 +39,7 @@ from longshore.errors import CacheError
 #     12, ... 15     back within 16, 64, 256 or 1,024 requests, and used before by a request that comes back later
 #
 # A hint is a kind of use, not an order: the policy learns for each number how long it takes until such chunks are used
-# again, and whether they are. So a hint that is often wrong says little, and does little.
+# again, and whether they are. So a hint that has often been wrong says little, and does little.
 ENDS, BACK, CLASS, SHARED, HINTS = 1, 2, 8, 12, 16
 """The number of `ends`, the first ones of times, of classes and of times of shared chunks, and how many there are."""
 

@@ -199,7 +199,8 @@ class LoadJobs:
         for request in [each for each in idle if not each.waits] or idle:
             self.making_way.add(request.name)
             request.release(cache)
-            request.waiting_since = None
+            if not request.waits:  # it had all chunks, and waits for them from now on
+                request.waiting_since = None
 
     def stop(self, cache: TieredCache, name: str, reason: MissReason = MissReason.CANCELLED) -> None:
         """No further part is sent for the request `name`: its pending chunks are misses, and the load has failed.

@@ -239,6 +239,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             with self._runtime.batch() as cache:
                 request.release(cache)
                 self._load_jobs.stop(cache, request.name)
+                self._load_jobs.making_way.discard(request.name)
                 mine = [key for key in request.computed_keys if self._computed_by.get(key) == request.name]
                 self._no_longer_computes(mine)
             request.finished = True
@@ -535,10 +536,10 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     def _prefetch(self, request: RequestState, cache: TieredCache) -> None:
         """Prefetch the chunks that `request` waits for, and lease those that are ready; leading chunks first."""
-        if request.name in self._load_jobs.making_way:
-            return
         if request.waits and request.waiting_since is None:
             request.waiting_since = self._runtime.clock()
+        if request.name in self._load_jobs.making_way:
+            return
         wanted = [key for key in request.wanted if key not in request.leased]
         if request.colder.isdisjoint(wanted):
             return
