@@ -200,7 +200,7 @@ class Engine:
 
     def settle(self) -> None:
         """Wait until all that was stored is safe in every tier; the engine steps meanwhile, as it does in a server."""
-        core, deadline = self.llm.llm_engine.engine_core.engine_core, time.monotonic() + 300.0
+        core, deadline = self.llm.llm_engine.engine_core.engine_core, time.monotonic() + 600.0
         while core.scheduler.connector.has_pending_push_work():
             core.step_fn()
             if time.monotonic() > deadline:
