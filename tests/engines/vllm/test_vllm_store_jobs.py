@@ -279,6 +279,12 @@ def test_what_is_there_is_loaded_after_a_wait_in_vain(engine: Engine) -> None:
     stores._next_part = lambda cache, store, group, *more: (
         store.pending[group].left > 6 and give(cache, store, group, *more)
     )
+    context, until = engine.manager._job_context, time.monotonic() + 60.0
+    context.timeout = 60.0
+    while engine.rig.cache.stats()[1].used <= CHUNKS + HOST_CHUNKS and time.monotonic() < until:
+        assert engine.scheduler.get_num_new_matched_tokens(request, 0)[0] is None
+        engine.step()
+    context.timeout = 1.0
     hit = begin_when_known(engine, request)
     assert HOST_CHUNKS < hit < CHUNKS
     finish_load(engine, request)
