@@ -186,8 +186,7 @@ class LoadJobs:
         """Release the leases of `requests` that vLLM does not load yet, if a load in parts gets no slots.
 
         vLLM delays a request whose chunks another one loads, and one that has no room on the device. Both may last
-        until the load in parts has ended; chunks that are evicted for it are prefetched again after that. If there is
-        no such request, those that wait for their own chunks make way.
+        until the load in parts has ended; chunks that are evicted for it are prefetched again after that.
         """
         self._lacked_slots |= self._lack_slots
         self._lacked_slots &= {load.name for load in self._by_request.values() if load.pending}
@@ -195,12 +194,11 @@ class LoadJobs:
             self.making_way.clear()
         if not self._lack_slots:
             return
-        idle = [request for request in requests if request.leases and request.name not in self._by_request]
-        for request in [each for each in idle if not each.waits] or idle:
-            self.making_way.add(request.name)
-            request.release(cache)
-            if not request.waits:  # it had all chunks, and waits for them from now on
-                request.waiting_since = None
+        for request in requests:
+            if request.leases and not request.waits and request.name not in self._by_request:
+                self.making_way.add(request.name)
+                request.release(cache)
+                request.waiting_since = None  # it had all chunks, and waits for them from now on
 
     def stop(self, cache: TieredCache, name: str, reason: MissReason = MissReason.CANCELLED) -> None:
         """No further part is sent for the request `name`: its pending chunks are misses, and the load has failed.
